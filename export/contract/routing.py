@@ -1,0 +1,52 @@
+"""Owns the arithmetic that says which shard holds an id; must not import numpy or torch.
+
+The functions use operators only, so one definition serves a Python int (the specification, and the tests') and a
+``numpy.uint64`` array (the front tier and the exporter, millions of ids at once).
+"""
+
+from typing import TypeVar
+
+Unsigned = TypeVar("Unsigned")
+"""An unsigned 64-bit integer: a Python int in [0, 2^64) or a ``numpy.uint64`` array."""
+
+MASK_64 = (1 << 64) - 1
+
+
+def as_unsigned(signed_id: int) -> int:
+    """Read the 64 bits of a signed id as an unsigned number, as FBGEMM's routing does for negative ids."""
+    return signed_id & MASK_64
+
+
+def mix64(ids: Unsigned) -> Unsigned:
+    """Mix the bits of unsigned 64-bit ids so that any pattern of ids spreads evenly.
+
+    The finaliser of splitmix64 (Steele, Lea and Flood, *Fast Splittable Pseudorandom Number Generators*, OOPSLA 2014;
+    constants of Stafford's variant 13). It is a bijection of 64-bit numbers.
+
+    Args:
+        ids: A Python int in [0, 2^64) or a ``numpy.uint64`` array of any shape.
+
+    Returns:
+        The mixed ids, same type and shape.
+    """
+    z = ids
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64  # type: ignore[operator]
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK_64
+    return z ^ (z >> 31)  # type: ignore[no-any-return]
+
+
+def hash_shard(ids: Unsigned, num_shards: int) -> Unsigned:
+    """Shard of each unsigned id under ``hash`` routing: ``mix64(id) mod num_shards``."""
+    return mix64(ids) % num_shards  # type: ignore[operator,no-any-return]
+
+
+def even_row_ranges(rows: int, num_shards: int) -> list[tuple[int, int]]:
+    """Cut ``rows`` rows into ``num_shards`` ranges [start, stop) as TorchRec's row-wise sharding does.
+
+    Every shard gets ``ceil(rows / num_shards)`` rows until none are left, so the last ranges may be short or empty:
+    10 rows over 4 shards are 3, 3, 3, 1; over 6 they are 2, 2, 2, 2, 2, 0
+    (``torchrec.distributed.sharding_plan``, row-wise sharding).
+    """
+    block = -(-rows // num_shards)
+    starts = [min(shard * block, rows) for shard in range(num_shards)]
+    return [(start, min(start + block, rows)) for start in starts]

@@ -1,0 +1,4 @@
+"""Front tier: validates, batches, dedups and routes KeyedJaggedTensor requests to the shards, and merges the answers.
+
+Must not import torchrec, nor anything of export but ``export.contract``.
+"""

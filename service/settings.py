@@ -1,0 +1,53 @@
+"""Owns every knob of the front tier and its defaults; read once by the composition root, passed by constructor."""
+
+from typing import Annotated
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+MIB = 1 << 20
+
+
+class Settings(BaseSettings):
+    """Front tier settings; each is also the environment variable ``KJTSERVE_<NAME>``."""
+
+    model_config = SettingsConfigDict(env_prefix="KJTSERVE_", frozen=True, extra="forbid")
+
+    host: str = "127.0.0.1"
+    """Address that both listeners bind; a container sets 0.0.0.0."""
+    http_port: Annotated[int, Field(ge=0, le=65535)] = 8080
+    """HTTP port; 0 takes a free one."""
+    grpc_port: Annotated[int, Field(ge=0, le=65535)] = 8081
+    """gRPC port; 0 takes a free one."""
+    max_request_bytes: Annotated[int, Field(gt=0)] = 64 * MIB
+    """Largest request body, counted while it streams and again after decompression."""
+    max_reply_bytes: Annotated[int, Field(gt=0)] = 512 * MIB
+    """Largest reply, predicted from the request before any shard is asked."""
+    max_ids: Annotated[int, Field(gt=0)] = 4_000_000
+    """Most ids in one request."""
+    max_inflight_requests: Annotated[int, Field(gt=0)] = 256
+    """Requests admitted at a time; one more gets ``overloaded``."""
+    max_inflight_bytes: Annotated[int, Field(gt=0)] = 2048 * MIB
+    """Request and predicted reply bytes admitted at a time; a request over what is left gets ``overloaded``."""
+    default_timeout_s: Annotated[float, Field(gt=0)] = 5.0
+    """Deadline of a request that names none."""
+    max_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Cap on the deadline that a client may name."""
+    max_batch_ids: Annotated[int, Field(gt=0)] = 131_072
+    """Ids that concurrent requests may share in one batch; a larger request is a batch of its own."""
+    max_batch_wait_us: Annotated[int, Field(ge=0)] = 0
+    """How long a request waits for company. 0: only requests that arrive while a batch is under way share one."""
+    offload_ids: Annotated[int, Field(ge=0)] = 2048
+    """Batches with more ids than this do their tensor work in threads instead of on the event loop."""
+    probe_interval_s: Annotated[float, Field(gt=0)] = 1.0
+    """Seconds between two readiness probes of a shard."""
+    probe_timeout_s: Annotated[float, Field(gt=0)] = 2.0
+    """Deadline of a readiness probe, and of a repair's probe."""
+    drain_grace_s: Annotated[float, Field(ge=0)] = 10.0
+    """After SIGTERM: the most seconds to finish requests in flight."""
+    drain_delay_s: Annotated[float, Field(ge=0)] = 0.0
+    """After SIGTERM: seconds to go on accepting with readiness false, so that load balancers notice."""
+    log_json: bool = True
+    """JSON lines; false: coloured text for a terminal."""
+    log_level: str = "info"
+    """debug, info, warning or error."""
