@@ -1,0 +1,1 @@
+"""Measures the stack against its peers; see docs/performance.md once it exists."""
