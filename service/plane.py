@@ -2,14 +2,22 @@
 
 from typing import Protocol
 
+from service.admission import Permit
 from service.types import CollectionInfo, CollectionStatistics, LookupReply, LookupRequest, Readiness
 
 
 class Plane(Protocol):
     """Protocol-free lookups. The real one is ``service.dataplane.DataPlane``; tests may pass a fake."""
 
-    async def lookup(self, request: LookupRequest) -> LookupReply:
-        """Answer one request; raises ``service.errors.LookupFailed`` and its kinds, nothing else."""
+    def admit(self, nbytes: int = 0) -> Permit:
+        """Take a place before reading a body of ``nbytes``; raises ``Overloaded``. Release it when the reply has left."""
+        ...
+
+    async def lookup(self, request: LookupRequest, permit: Permit) -> LookupReply:
+        """Answer one request; raises ``service.errors.LookupFailed`` and its kinds, nothing else.
+
+        The predicted reply is reserved on ``permit`` before any shard is asked.
+        """
         ...
 
     def collections(self) -> tuple[CollectionInfo, ...]:

@@ -1,0 +1,89 @@
+"""Owns how much work is let in: permits for requests and for the bytes they and their replies hold.
+
+A permit is taken before a request's body is read and given back when the reply has left, whatever happens between.
+Single-threaded by design: every call is made on the event loop.
+"""
+
+from types import TracebackType
+from typing import Self
+
+from service.errors import Overloaded
+
+
+class Permit:
+    """The place of one request among those in flight; a context manager that gives everything back."""
+
+    __slots__ = ("_admission", "_bytes")
+
+    def __init__(self, admission: "Admission") -> None:
+        self._admission: Admission | None = admission
+        self._bytes = 0
+
+    def grow(self, nbytes: int) -> None:
+        """Reserve ``nbytes`` more for this request.
+
+        Raises:
+            Overloaded: The requests in flight hold too much; nothing was reserved.
+        """
+        assert self._admission is not None, "the permit was given back"
+        self._admission._reserve(nbytes)  # noqa: SLF001 - a permit is a part of its admission
+        self._bytes += nbytes
+
+    def release(self) -> None:
+        """Give back the place and the bytes; a second call does nothing."""
+        if self._admission is not None:
+            self._admission._leave(self._bytes)  # noqa: SLF001 - as above
+            self._admission = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class Admission:
+    """Counts requests in flight and the bytes they hold.
+
+    Args:
+        max_requests: Requests let in at a time.
+        max_bytes: Bytes of requests and predicted replies let in at a time. One request alone may exceed it, since
+            its own size limits hold: otherwise it could never be served.
+    """
+
+    def __init__(self, *, max_requests: int, max_bytes: int) -> None:
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+        self.inflight_requests = 0
+        self.inflight_bytes = 0
+
+    def admit(self, nbytes: int = 0) -> Permit:
+        """Let one request in, with ``nbytes`` reserved.
+
+        Raises:
+            Overloaded: No place is left; nothing was reserved.
+        """
+        if self.inflight_requests >= self._max_requests:
+            raise Overloaded(f"{self.inflight_requests} requests are in flight, the limit; try again later")
+        self.inflight_requests += 1
+        permit = Permit(self)
+        try:
+            permit.grow(nbytes)
+        except Overloaded:
+            permit.release()
+            raise
+        return permit
+
+    def _reserve(self, nbytes: int) -> None:
+        if self.inflight_bytes and self.inflight_bytes + nbytes > self._max_bytes:
+            raise Overloaded(
+                f"requests in flight hold {self.inflight_bytes} bytes and this one needs {nbytes} more, "
+                f"over the limit of {self._max_bytes}; try again later"
+            )
+        self.inflight_bytes += nbytes
+
+    def _leave(self, nbytes: int) -> None:
+        self.inflight_requests -= 1
+        self.inflight_bytes -= nbytes
