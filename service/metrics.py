@@ -28,14 +28,14 @@ class Metrics:
             buckets=LATENCY_BUCKETS_S,
             registry=registry,
         )
-        self.ids = Counter(
-            "kjtserve_ids", "Ids looked up, before dedup.", ("collection", "table"), registry=registry
-        )
+        self.ids = Counter("kjtserve_ids", "Ids looked up, before dedup.", ("collection", "table"), registry=registry)
         self.unique_ids = Counter(
             "kjtserve_unique_ids", "Ids left after dedup over a batch.", ("collection", "table"), registry=registry
         )
         self.hot_ids = Counter(
-            "kjtserve_hot_ids", "Unique ids answered by the front tier's hot rows.", ("collection", "table"),
+            "kjtserve_hot_ids",
+            "Unique ids answered by the front tier's hot rows.",
+            ("collection", "table"),
             registry=registry,
         )
         self.shard_request_seconds = Histogram(
@@ -56,7 +56,9 @@ class Metrics:
             registry=registry,
         )
         self.version_switches = Counter(
-            "kjtserve_version_switches", "Changes of the version being served.", ("collection", "result"),
+            "kjtserve_version_switches",
+            "Changes of the version being served.",
+            ("collection", "result"),
             registry=registry,
         )
         self.inflight_requests = Gauge(

@@ -10,8 +10,6 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-SCHEMA_VERSION = 1
-
 INT64_MAX = (1 << 63) - 1
 SENTINEL_IDS = (-1, INT64_MAX)
 """Ids that never name a row of a managed-collision table: the hash table's and MCH's marks of an empty slot."""
@@ -130,7 +128,9 @@ class Table(Strict):
         if (self.remap is Remap.NONE) != (self.zch is None):
             raise ValueError(f"table {self.name}: zch belongs to managed-collision tables, and to each of them")
         if self.remap is not Remap.NONE and self.routing is Routing.ROWS:
-            raise ValueError(f"table {self.name}: routing 'rows' needs row numbers, remap {self.remap.value} has raw ids")
+            raise ValueError(
+                f"table {self.name}: routing 'rows' needs row numbers, remap {self.remap.value} has raw ids"
+            )
         if self.remap is Remap.NONE and self.routing is Routing.HASH:
             raise ValueError(f"table {self.name}: routing 'hash' is for managed-collision tables; use 'rows'")
         if self.routing is Routing.TABLE and len(self.placements) != 1:
@@ -139,7 +139,9 @@ class Table(Strict):
             edge = 0
             for placement in self.placements:
                 if placement.row_start != edge:
-                    raise ValueError(f"table {self.name}: rows {edge}..{placement.row_start} are on no shard, or on two")
+                    raise ValueError(
+                        f"table {self.name}: rows {edge}..{placement.row_start} are on no shard, or on two"
+                    )
                 edge = placement.row_stop
             if edge != self.rows:
                 raise ValueError(f"table {self.name}: placements end at row {edge}, the table has {self.rows}")
@@ -194,7 +196,7 @@ class Manifest(Strict):
     Attributes are documented in place; ``tables`` keeps the module's config order.
     """
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[1] = 1
     collection: str
     version: Annotated[int, Field(ge=1)]
     kind: Literal["base"] = "base"
@@ -238,7 +240,9 @@ class Manifest(Strict):
         for table in self.tables:
             if table.dim != self.dim:
                 raise ValueError(f"table {table.name}: dim {table.dim}, the collection has {self.dim}")
-            if table.routing is not Routing.TABLE and [p.shard for p in table.placements] != list(range(self.num_shards)):
+            if table.routing is not Routing.TABLE and [p.shard for p in table.placements] != list(
+                range(self.num_shards)
+            ):
                 raise ValueError(f"table {table.name}: routing {table.routing.value} names every shard once, in order")
             for placement in table.placements:
                 if placement.shard >= self.num_shards:

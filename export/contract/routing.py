@@ -4,7 +4,7 @@ The functions use operators only, so one definition serves a Python int (the spe
 ``numpy.uint64`` array (the front tier and the exporter, millions of ids at once).
 """
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Unsigned = TypeVar("Unsigned")
 """An unsigned 64-bit integer: a Python int in [0, 2^64) or a ``numpy.uint64`` array."""
@@ -29,15 +29,18 @@ def mix64(ids: Unsigned) -> Unsigned:
     Returns:
         The mixed ids, same type and shape.
     """
-    z = ids
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64  # type: ignore[operator]
+    z: Any = ids
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK_64
-    return z ^ (z >> 31)  # type: ignore[no-any-return]
+    mixed: Unsigned = z ^ (z >> 31)
+    return mixed
 
 
 def hash_shard(ids: Unsigned, num_shards: int) -> Unsigned:
     """Shard of each unsigned id under ``hash`` routing: ``mix64(id) mod num_shards``."""
-    return mix64(ids) % num_shards  # type: ignore[operator,no-any-return]
+    mixed: Any = mix64(ids)
+    shards: Unsigned = mixed % num_shards
+    return shards
 
 
 def even_row_ranges(rows: int, num_shards: int) -> list[tuple[int, int]]:

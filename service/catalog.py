@@ -1,0 +1,132 @@
+"""Owns what the front tier knows of a version: the manifest, read into the tables that the hot path indexes.
+
+Must not talk to a shard. A ``ServedVersion`` is immutable: a switch of versions is a switch of objects.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import structlog
+import torch
+from numpy.typing import NDArray
+
+from export.contract import Manifest, OutOfRange, Remap, Routing, Table, read_manifest, version_dir
+
+log = structlog.get_logger(__name__)
+
+InputHash = Callable[[torch.Tensor], torch.Tensor]
+"""INT64 [N] → INT64 [N], element by element."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """One embedding name of a feature: a block of rows in a reply."""
+
+    table: int
+    """Index into ``ServedVersion.tables``."""
+    embedding_name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedTable:
+    """One table, as routing needs it."""
+
+    name: str
+    rows: int
+    routing: Routing
+    home_shard: int
+    """``table`` routing: where it lies."""
+    row_stops_S: NDArray[np.int64]
+    """``rows`` routing: one past the last row of each shard but the last, ascending."""
+    rejects_out_of_range: bool
+    input_hash: InputHash | None
+    slot_S: NDArray[np.int64]
+    """Index of the table in each shard's ``table_lengths``; −1 where the shard does not hold it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedVersion:
+    """One version of one collection, ready to be routed to."""
+
+    collection: str
+    version: int
+    base: int
+    dim: int
+    features: tuple[str, ...]
+    blocks: Mapping[str, tuple[Block, ...]]
+    """By feature, in embedding-name order."""
+    tables: tuple[ServedTable, ...]
+    models_S: tuple[str, ...]
+    num_tables_S: tuple[int, ...]
+    created_s: float
+
+    @property
+    def num_shards(self) -> int:
+        """How many shards the version is spread over."""
+        return len(self.models_S)
+
+
+def load_version(repo: Path, collection: str, version: int) -> ServedVersion:
+    """Read one published version's manifest and input hashes.
+
+    Raises:
+        RepositoryError: The manifest is missing or breaks the schema, or an input hash does not load.
+    """
+    manifest = read_manifest(repo, collection, version)
+    directory = version_dir(repo, collection, version)
+    files = {table.input_hash for table in manifest.tables if table.input_hash}
+    hashes = {file: _load_input_hash(directory / file) for file in sorted(files)}
+    return compile_version(manifest, hashes)
+
+
+def compile_version(manifest: Manifest, hashes: Mapping[str, InputHash]) -> ServedVersion:
+    """Turn a manifest into what the hot path indexes; ``hashes`` by file name, as the manifest's tables name them."""
+    blocks: dict[str, list[Block]] = {feature: [] for feature in manifest.features}
+    index = {table.name: i for i, table in enumerate(manifest.tables)}
+    for feature, table, embedding_name in manifest.embeddings:
+        blocks[feature].append(Block(table=index[table.name], embedding_name=embedding_name))
+    return ServedVersion(
+        collection=manifest.collection,
+        version=manifest.version,
+        base=manifest.version,
+        dim=manifest.dim,
+        features=manifest.features,
+        blocks={feature: tuple(entries) for feature, entries in blocks.items()},
+        tables=tuple(_compile_table(table, manifest, hashes) for table in manifest.tables),
+        models_S=tuple(shard.model for shard in manifest.shards),
+        num_tables_S=tuple(len(shard.tables) for shard in manifest.shards),
+        created_s=manifest.created_s,
+    )
+
+
+def _compile_table(table: Table, manifest: Manifest, hashes: Mapping[str, InputHash]) -> ServedTable:
+    held = [[entry.table for entry in shard.tables] for shard in manifest.shards]
+    return ServedTable(
+        name=table.name,
+        rows=table.rows,
+        routing=table.routing,
+        home_shard=table.placements[0].shard,
+        row_stops_S=np.array([placement.row_stop for placement in table.placements[:-1]], dtype=np.int64),
+        rejects_out_of_range=table.remap is Remap.NONE and table.out_of_range is OutOfRange.REJECT,
+        input_hash=hashes[table.input_hash] if table.input_hash else None,
+        slot_S=np.array([names.index(table.name) if table.name in names else -1 for names in held], dtype=np.int64),
+    )
+
+
+def _load_input_hash(path: Path) -> InputHash:
+    # A hash function is free to use FBGEMM's operators; they exist only once the package is imported.
+    import fbgemm_gpu  # noqa: F401
+
+    from export.contract import RepositoryError
+
+    try:
+        program = torch.export.load(path).module()
+    except Exception as exc:
+        raise RepositoryError(
+            f"{path}: the exported input hash does not load with torch {torch.__version__}: {exc}; "
+            "install the versions that the manifest's toolchain names, or export again"
+        ) from exc
+    log.info("input_hash_loaded", path=str(path))
+    return program
