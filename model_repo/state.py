@@ -1,0 +1,58 @@
+"""Owns how a shard's state file becomes tensors: mapped, never read; must not know what the tensors mean."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from model_repo.errors import ShardLoadError
+
+
+def check_size(path: Path, size_bytes: int) -> None:
+    """Refuse a file that is not there, or not as long as the manifest says.
+
+    Only the length: reading a large state whole is the business of ``kjtserve verify``, not of every start.
+
+    Raises:
+        ShardLoadError: The file is missing, or has another size.
+    """
+    try:
+        actual = path.stat().st_size
+    except OSError as exc:
+        raise ShardLoadError(
+            f"{path}: {exc.strerror}; the manifest lists it: copy the version directory again"
+        ) from exc
+    if actual != size_bytes:
+        raise ShardLoadError(
+            f"{path}: {actual} bytes, the manifest says {size_bytes}: the copy is incomplete or was changed; "
+            "copy the version directory again"
+        )
+
+
+def map_state(path: Path, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
+    """Map the tensors of a safetensors file into memory.
+
+    The mapping is private and its pages are never written, so all processes that map the file share the page cache.
+
+    Args:
+        path: The state file.
+        names: Every tensor of the file, in the order wanted.
+
+    Returns:
+        The tensors, in the order of ``names``.
+
+    Raises:
+        ShardLoadError: The file is no safetensors file, or holds other tensors than ``names``.
+    """
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            held = set(file.keys())
+            if held != set(names):
+                raise ShardLoadError(
+                    f"{path}: holds tensors {sorted(held)}, the manifest says {sorted(names)}: "
+                    "file and manifest are of different versions; copy the version directory again"
+                )
+            return tuple(file.get_tensor(name) for name in names)
+    except (SafetensorError, OSError) as exc:
+        raise ShardLoadError(f"{path}: not a safetensors file ({exc}): copy the version directory again") from exc
