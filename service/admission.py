@@ -26,7 +26,7 @@ class Permit:
             Overloaded: The requests in flight hold too much; nothing was reserved.
         """
         assert self._admission is not None, "the permit was given back"
-        self._admission._reserve(nbytes)  # noqa: SLF001 - a permit is a part of its admission
+        self._admission._reserve(nbytes, own=self._bytes)  # noqa: SLF001 - a permit is a part of its admission
         self._bytes += nbytes
 
     def release(self) -> None:
@@ -76,10 +76,11 @@ class Admission:
             raise
         return permit
 
-    def _reserve(self, nbytes: int) -> None:
-        if self.inflight_bytes and self.inflight_bytes + nbytes > self._max_bytes:
+    def _reserve(self, nbytes: int, *, own: int) -> None:
+        others = self.inflight_bytes - own
+        if others and self.inflight_bytes + nbytes > self._max_bytes:
             raise Overloaded(
-                f"requests in flight hold {self.inflight_bytes} bytes and this one needs {nbytes} more, "
+                f"other requests in flight hold {others} bytes and this one needs {own + nbytes}, "
                 f"over the limit of {self._max_bytes}; try again later"
             )
         self.inflight_bytes += nbytes

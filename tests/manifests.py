@@ -1,0 +1,168 @@
+"""Manifests built by hand, and shards that answer by a rule: what the front tier's tests stand on."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from export.contract import (
+    Manifest,
+    OutOfRange,
+    Placement,
+    Remap,
+    Routing,
+    RowDtype,
+    Shard,
+    ShardTable,
+    Table,
+    Toolchain,
+    Zch,
+    even_row_ranges,
+    shard_model_name,
+)
+from service.catalog import ServedVersion, compile_version
+from service.shards import ShardFailed, ShardReply, ShardRequest
+
+DIM = 3
+
+
+def make_table(
+    name: str,
+    features: Sequence[str],
+    *,
+    routing: Routing,
+    num_shards: int,
+    rows: int = 100,
+    home: int = 0,
+    shared: Sequence[str] = (),
+    row_counts: Sequence[int] | None = None,
+    out_of_range: OutOfRange = OutOfRange.REJECT,
+    input_hash: str | None = None,
+) -> Table:
+    if routing is Routing.ROWS:
+        ranges = even_row_ranges(rows, num_shards)
+        if row_counts is not None:
+            stops = np.cumsum(row_counts).tolist()
+            ranges = [(stop - count, stop) for stop, count in zip(stops, row_counts, strict=True)]
+        placements = [Placement(shard=s, row_start=a, row_stop=b) for s, (a, b) in enumerate(ranges)]
+    elif routing is Routing.HASH:
+        placements = [Placement(shard=s, row_start=0, row_stop=rows) for s in range(num_shards)]
+    else:
+        placements = [Placement(shard=home, row_start=0, row_stop=rows)]
+    managed = routing is Routing.HASH
+    return Table(
+        name=name,
+        rows=rows,
+        dim=DIM,
+        row_dtype=RowDtype.FP32,
+        features=tuple(features),
+        embedding_names=tuple(f"{feature}@{name}" if feature in shared else feature for feature in features),
+        remap=Remap.MCH if managed else Remap.NONE,
+        out_of_range=out_of_range,
+        routing=routing,
+        placements=tuple(placements),
+        input_hash=input_hash,
+        zch=Zch(policy="LFU_EvictionPolicy", size=rows, occupied=0, open_slots=rows - 1) if managed else None,
+    )
+
+
+def make_manifest(
+    tables: Sequence[Table], num_shards: int, *, collection: str = "clicks", version: int = 1
+) -> Manifest:
+    shards = []
+    for s in range(num_shards):
+        # Reversed, so that a shard's table order is never the manifest's by luck.
+        held = [table for table in reversed(tables) if any(p.shard == s for p in table.placements)]
+        shards.append(
+            Shard(
+                index=s,
+                model=shard_model_name(collection, s),
+                tables=tuple(ShardTable(table=table.name, rows=1) for table in held),
+                state=(),
+                state_bytes=0,
+            )
+        )
+    return Manifest(
+        collection=collection,
+        version=version,
+        created_s=1.0,
+        num_shards=num_shards,
+        dim=DIM,
+        tables=tuple(tables),
+        shards=tuple(shards),
+        files=(),
+        toolchain=Toolchain(kjtserve="0", torch="0", fbgemm_gpu="0", torchrec="0"),
+    )
+
+
+def make_version(
+    tables: Sequence[Table],
+    num_shards: int,
+    *,
+    hashes: Mapping[str, Callable[..., object]] | None = None,
+    collection: str = "clicks",
+    version: int = 1,
+) -> tuple[Manifest, ServedVersion]:
+    manifest = make_manifest(tables, num_shards, collection=collection, version=version)
+    return manifest, compile_version(manifest, hashes or {})  # type: ignore[arg-type]
+
+
+def row_of(table: str, ids: np.ndarray) -> np.ndarray:
+    """The row that the rule gives: distinct for every (table, id, column)."""
+    seed = float(sum(table.encode()))
+    low = (ids.astype(np.uint64) % np.uint64(997)).astype(np.float32)
+    return np.stack([low + seed, low * 2, low - seed], axis=1).astype(np.float32)
+
+
+def row_id_of(ids: np.ndarray) -> np.ndarray:
+    return (ids.astype(np.uint64) % np.uint64(1009)).astype(np.int64)
+
+
+def hit_of(ids: np.ndarray) -> np.ndarray:
+    return ids % 3 != 0
+
+
+@dataclass
+class RuleShard:
+    """A shard that answers by the rule, and by what it was told to do instead."""
+
+    manifest: Manifest
+    index: int
+    delay_s: float = 0.0
+    failure: ShardFailed | None = None
+    hang: bool = False
+    requests: list[ShardRequest] = field(default_factory=list)
+    cancelled: int = 0
+    closed: bool = False
+
+    async def lookup(self, request: ShardRequest, *, timeout_s: float) -> ShardReply:
+        probe = request.ids_N.size == 0
+        if not probe:
+            self.requests.append(request)
+        try:
+            if self.hang:
+                await asyncio.sleep(timeout_s)
+                raise ShardFailed("no answer in time")
+            await asyncio.sleep(self.delay_s)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if self.failure is not None:
+            raise self.failure
+        return self.answer(request)
+
+    def answer(self, request: ShardRequest) -> ShardReply:
+        tables = [entry.table for entry in self.manifest.shards[self.index].tables]
+        assert len(tables) == request.table_lengths_T.size
+        assert int(request.table_lengths_T.sum()) == request.ids_N.size
+        parts = np.split(request.ids_N, np.cumsum(request.table_lengths_T)[:-1]) if tables else []
+        rows = [row_of(table, ids) for table, ids in zip(tables, parts, strict=True)]
+        return ShardReply(
+            embeddings_ND=np.concatenate([*rows, np.empty((0, DIM), dtype=np.float32)]),
+            row_ids_N=row_id_of(request.ids_N) if request.want_row_ids else None,
+            hits_N=hit_of(request.ids_N) if request.want_hits else None,
+        )
+
+    async def close(self) -> None:
+        self.closed = True

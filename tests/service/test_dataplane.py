@@ -1,0 +1,344 @@
+"""The dataplane over shards that answer by a rule, late, wrongly or not at all."""
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from export.contract import OutOfRange, Routing, hash_shard
+from service.batcher import Batcher
+from service.dataplane import DataPlane, Served
+from service.errors import DeadlineExceeded, InvalidArgument, NotFound, Overloaded, TooLarge, Unavailable
+from service.fanout import Fanout, Shard
+from service.health import ShardHealth
+from service.metrics import Metrics
+from service.settings import Settings
+from service.shards import ShardFailed
+from service.types import LookupRequest, OnShardFailure, Output, OutputDtype
+from tests.manifests import RuleShard, make_table, make_version, row_of
+
+NUM_SHARDS = 3
+
+
+def ids_on(shard: int, count: int, num_shards: int = NUM_SHARDS) -> list[int]:
+    ids = np.arange(1, 10_000, dtype=np.int64)
+    return ids[hash_shard(ids.view(np.uint64), num_shards) == shard][:count].tolist()
+
+
+def managed(num_shards=NUM_SHARDS):
+    return [make_table("user", ["user"], routing=Routing.HASH, num_shards=num_shards)]
+
+
+class Stack:
+    def __init__(self, plane, shards, registry):
+        self.plane, self.shards, self.registry = plane, shards, registry
+
+    async def ask(self, ids, *, collection="clicks", **options):
+        request = LookupRequest(
+            collection=collection,
+            values_N=np.array(ids, dtype=np.int64),
+            lengths_FB=np.array([len(ids)], dtype=np.int64),
+            **options,
+        )
+        with self.plane.admit(request.values_N.nbytes) as permit:
+            return await self.plane.lookup(request, permit)
+
+    def sample(self, name, **labels):
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+
+@asynccontextmanager
+async def stack(tables=None, num_shards=NUM_SHARDS, *, offload_ids=2048, hashes=None, slot_s=0.01, **settings):
+    manifest, version = make_version(tables or managed(num_shards), num_shards, hashes=hashes)
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    plane = DataPlane(Settings(**settings), metrics)
+    shards = [RuleShard(manifest, index) for index in range(num_shards)]
+    with ThreadPoolExecutor(2) as executor:
+        healths = [ShardHealth(version, s, shards[s], interval_s=5, timeout_s=1) for s in range(num_shards)]
+        await asyncio.gather(*(health.probe() for health in healths))
+        fanout = Fanout(
+            version,
+            [Shard(client=shard, health=health) for shard, health in zip(shards, healths, strict=True)],
+            metrics=metrics,
+            executor=executor,
+            offload_ids=offload_ids,
+        )
+        batcher = Batcher(fanout.run, max_weight=1000, slot_s=slot_s)
+        plane.serve(Served(version=version, health=tuple(healths), batcher=batcher))
+        before = asyncio.all_tasks()
+        yield Stack(plane, shards, registry)
+        await batcher.close()
+        assert not {task for task in asyncio.all_tasks() - before if not task.done()}, "a task lives on"
+    assert plane.inflight_requests == 0
+
+
+async def test_ids_that_are_equal_travel_once():
+    async with stack() as it:
+        reply = await it.ask([5, 5, 5, 7])
+        assert np.array_equal(reply.outputs[Output.EMBEDDINGS], row_of("user", np.array([5, 5, 5, 7])))
+        assert sum(request.ids_N.size for shard in it.shards for request in shard.requests) == 2
+        assert it.sample("kjtserve_ids_total", collection="clicks", table="user") == 4
+        assert it.sample("kjtserve_unique_ids_total", collection="clicks", table="user") == 2
+
+
+async def test_requests_that_arrive_together_share_a_batch_and_its_dedup():
+    async with stack(num_shards=1, slot_s=60) as it:
+        it.shards[0].delay_s = 0.02
+        replies = await asyncio.gather(*(it.ask([1, 2, 3 + i]) for i in range(10)))
+        for i, reply in enumerate(replies):
+            assert np.array_equal(reply.outputs[Output.EMBEDDINGS], row_of("user", np.array([1, 2, 3 + i])))
+        sent = [request.ids_N.size for request in it.shards[0].requests]
+        assert sum(sent) == 12
+        assert len(sent) == 1
+
+
+async def test_only_the_outputs_asked_for_come_back():
+    async with stack() as it:
+        reply = await it.ask([1, 2], outputs=frozenset({Output.HITS}))
+        assert set(reply.outputs) == {Output.HITS}
+
+
+async def test_fp16_is_the_rounded_fp32():
+    async with stack() as it:
+        reply = await it.ask([1, 999_983], output_dtype=OutputDtype.FP16)
+        exact = row_of("user", np.array([1, 999_983]))
+        assert reply.outputs[Output.EMBEDDINGS].dtype == np.float16
+        assert np.array_equal(reply.outputs[Output.EMBEDDINGS], exact.astype(np.float16))
+
+
+@pytest.mark.parametrize("offload_ids", [0, 1_000_000])
+async def test_threads_or_not_the_answer_is_the_same(offload_ids):
+    ids = list(range(500)) * 2
+    async with stack(offload_ids=offload_ids) as it:
+        reply = await it.ask(ids)
+        assert np.array_equal(reply.outputs[Output.EMBEDDINGS], row_of("user", np.array(ids)))
+
+
+async def test_no_ids_is_an_ordinary_request_that_asks_no_shard():
+    async with stack() as it:
+        reply = await it.ask([], outputs=frozenset(Output))
+        assert reply.outputs[Output.EMBEDDINGS].shape == (0, 3)
+        assert reply.outputs[Output.UNIQUE_EMBEDDINGS].shape == (0, 3)
+        assert not any(shard.requests for shard in it.shards)
+
+
+async def test_a_batch_of_no_samples_is_an_ordinary_request():
+    async with stack() as it:
+        request = LookupRequest(
+            collection="clicks", values_N=np.empty(0, np.int64), lengths_FB=np.empty((1, 0), np.int64)
+        )
+        with it.plane.admit() as permit:
+            reply = await it.plane.lookup(request, permit)
+        assert reply.lengths_EB.shape == (1, 0)
+
+
+async def test_the_input_hash_runs_before_dedup_and_routing():
+    tables = [make_table("user", ["user"], routing=Routing.HASH, num_shards=2, input_hash="h.pt2")]
+    async with stack(tables, 2, hashes={"h.pt2": lambda ids: torch.remainder(ids, 10)}) as it:
+        reply = await it.ask([3, 13, 23, 4])
+        assert np.array_equal(reply.outputs[Output.EMBEDDINGS], row_of("user", np.array([3, 3, 3, 4])))
+        assert it.sample("kjtserve_unique_ids_total", collection="clicks", table="user") == 2
+
+
+async def test_a_dead_shard_fails_those_who_need_it_naming_it_and_nobody_else():
+    async with stack() as it:
+        it.shards[1].failure = ShardFailed("connection refused")
+        good, bad = await asyncio.gather(
+            it.ask(ids_on(0, 2) + ids_on(2, 2)), it.ask(ids_on(1, 1)), return_exceptions=True
+        )
+        assert good.outputs[Output.EMBEDDINGS].shape == (4, 3)
+        assert isinstance(bad, Unavailable)
+        assert "shard 1 (clicks_shard_1)" in str(bad)
+        assert it.sample("kjtserve_shard_errors_total", collection="clicks", shard="1", code="unavailable") == 1
+
+
+async def test_zero_fills_in_for_a_dead_shard_where_the_request_says_so():
+    async with stack() as it:
+        it.shards[1].failure = ShardFailed("connection refused")
+        ids = ids_on(0, 1) + ids_on(1, 2) + ids_on(2, 1)
+        reply = await it.ask(ids, outputs=frozenset(Output), on_shard_failure=OnShardFailure.ZERO)
+        assert reply.outputs[Output.MISSING].tolist() == [False, True, True, False]
+        assert not reply.outputs[Output.EMBEDDINGS][1:3].any()
+        assert np.array_equal(reply.outputs[Output.EMBEDDINGS][[0, 3]], row_of("user", np.array(ids)[[0, 3]]))
+        assert reply.outputs[Output.ROW_IDS][1:3].tolist() == [-1, -1]
+        assert not reply.outputs[Output.HITS][1:3].any()
+
+
+async def test_a_shard_that_fails_fast_is_told_at_once_and_the_slow_ones_are_called_off():
+    async with stack() as it:
+        it.shards[0].failure, it.shards[0].delay_s = ShardFailed("gone"), 0.01
+        it.shards[1].delay_s = it.shards[2].delay_s = 2.0
+        started = time.monotonic()
+        with pytest.raises(Unavailable):
+            await it.ask(ids_on(0, 1) + ids_on(1, 1) + ids_on(2, 1))
+        assert time.monotonic() - started < 1.0
+        await until(lambda: it.shards[1].cancelled == it.shards[2].cancelled == 1)
+
+
+async def test_a_hanging_shard_holds_up_nobody_who_does_not_need_it():
+    async with stack() as it:
+        it.shards[1].hang = True
+        stuck = [asyncio.create_task(it.ask(ids_on(1, 1), timeout_s=30)) for _ in range(20)]
+        await asyncio.sleep(0)
+        started = time.monotonic()
+        for _ in range(5):
+            await it.ask(ids_on(0, 3))
+        assert time.monotonic() - started < 5.0
+        for task in stuck:
+            task.cancel()
+        await asyncio.gather(*stuck, return_exceptions=True)
+        await until(lambda: it.plane.inflight_requests == 0)
+
+
+async def test_a_deadline_is_kept_and_the_shard_stops_working():
+    async with stack() as it:
+        it.shards[0].hang = True
+        started = time.monotonic()
+        with pytest.raises((DeadlineExceeded, Unavailable)):
+            await it.ask(ids_on(0, 1), timeout_s=0.05)
+        assert time.monotonic() - started < 1.0
+
+
+async def test_a_caller_who_leaves_does_not_take_the_others_along():
+    async with stack(num_shards=1, slot_s=60) as it:
+        it.shards[0].delay_s = 0.05
+        leaving, staying = asyncio.create_task(it.ask([1])), asyncio.create_task(it.ask([2]))
+        await until(lambda: it.shards[0].requests)
+        leaving.cancel()
+        assert np.array_equal((await staying).outputs[Output.EMBEDDINGS], row_of("user", np.array([2])))
+        assert it.shards[0].cancelled == 0
+
+
+async def test_when_all_callers_have_left_the_shard_call_is_cancelled():
+    async with stack(num_shards=1) as it:
+        it.shards[0].delay_s = 60
+        task = asyncio.create_task(it.ask([1]))
+        await until(lambda: it.shards[0].requests)
+        task.cancel()
+        await until(lambda: it.shards[0].cancelled == 1)
+        assert it.plane.inflight_requests == 0
+
+
+async def test_too_many_requests_are_refused_before_any_work():
+    async with stack(num_shards=1, max_inflight_requests=2) as it:
+        it.shards[0].delay_s = 60
+        tasks = [asyncio.create_task(it.ask([1])) for _ in range(2)]
+        await until(lambda: it.plane.inflight_requests == 2)
+        with pytest.raises(Overloaded):
+            await it.ask([2])
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_reply_that_does_not_fit_beside_the_others_is_refused_before_any_work():
+    async with stack(num_shards=1, max_inflight_bytes=1000) as it:
+        it.shards[0].delay_s = 60
+        first = asyncio.create_task(it.ask(list(range(70))))
+        await until(lambda: it.shards[0].requests)
+        with pytest.raises(Overloaded):
+            await it.ask(list(range(70)))
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"ids": [1], "collection": "nobody"}, NotFound, "nobody"),
+        ({"ids": [1], "version": 9}, NotFound, "version 9"),
+        ({"ids": [1], "keys": ("user", "other")}, NotFound, "other"),
+        ({"ids": [1], "keys": ("user", "user")}, InvalidArgument, "more than once"),
+        ({"ids": [1], "keys": ()}, InvalidArgument, "user"),
+        ({"ids": [1], "timeout_s": 0.0}, InvalidArgument, "timeout"),
+        ({"ids": [1], "timeout_s": float("nan")}, InvalidArgument, "timeout"),
+        ({"ids": list(range(101))}, TooLarge, "101 ids"),
+    ],
+)
+async def test_a_bad_request_is_named_and_asks_no_shard(options, error, words):
+    async with stack(max_ids=100) as it:
+        with pytest.raises(error, match=words):
+            await it.ask(**options)
+        assert not any(shard.requests for shard in it.shards)
+        await it.ask([1])
+
+
+@pytest.mark.parametrize(
+    ("values", "lengths", "words"),
+    [
+        ([1, 2], [3], "3 for key 'user'"),
+        ([1, 2], [1], "add up to 1"),
+        ([1, 2], [3, -1], "-1 for key 'user', sample 1"),
+        ([1, 2], [2**62, 2**62, 2**62, 2**62, 2], str(2**62)),
+        ([1, 2], [[1, 1], [0, 0]], "shape"),
+        ([1, 2], [[[2]]], "shape"),
+        ([], [-1, 1], "-1"),
+    ],
+)
+async def test_lengths_that_lie_are_named(values, lengths, words):
+    async with stack() as it:
+        request = LookupRequest(
+            collection="clicks", values_N=np.array(values, np.int64), lengths_FB=np.array(lengths, np.int64)
+        )
+        with it.plane.admit() as permit, pytest.raises(InvalidArgument, match=words):
+            await it.plane.lookup(request, permit)
+        assert not any(shard.requests for shard in it.shards)
+
+
+@pytest.mark.parametrize("bad", [-1, 100, 2**63 - 1, -(2**63)])
+async def test_a_plain_table_refuses_an_id_without_a_row_unless_told_otherwise(bad):
+    reject = [make_table("t", ["f"], routing=Routing.ROWS, num_shards=2)]
+    zero = [make_table("t", ["f"], routing=Routing.ROWS, num_shards=2, out_of_range=OutOfRange.ZERO)]
+    async with stack(reject, 2) as it:
+        with pytest.raises(InvalidArgument, match=f"id {bad} at place 1 of key 'f'"):
+            await it.ask([5, bad])
+    async with stack(zero, 2) as it:
+        await it.ask([5, bad])
+        assert sum(request.ids_N.size for shard in it.shards for request in shard.requests) == 2
+
+
+async def test_a_reply_over_the_limit_is_refused_before_fan_out():
+    async with stack(max_reply_bytes=100) as it:
+        with pytest.raises(TooLarge, match="the limit is 100"):
+            await it.ask(list(range(50)))
+        assert not any(shard.requests for shard in it.shards)
+
+
+async def test_readiness_names_the_shard_and_what_ails_it():
+    async with stack() as it:
+        assert it.plane.readiness().ready
+        it.shards[2].failure = ShardFailed("Stub process is not healthy", process_died=True)
+        with pytest.raises(Unavailable):
+            await it.ask(ids_on(2, 1))
+        readiness = it.plane.readiness("clicks")
+        assert not readiness.ready
+        assert "clicks_shard_2" in readiness.reasons[0]
+        it.plane.drain()
+        assert it.plane.readiness().reasons == ("shutting down",)
+
+
+async def test_nothing_served_is_not_ready():
+    plane = DataPlane(Settings(), Metrics(CollectorRegistry()))
+    assert not plane.readiness().ready
+
+
+async def test_statistics_count_what_was_answered():
+    async with stack() as it:
+        await it.ask([1, 1, 2])
+        with pytest.raises(InvalidArgument):
+            await it.ask([1], timeout_s=-1)
+        counts = it.plane.statistics("clicks")
+        assert (counts.success_count, counts.fail_count, counts.ids_count) == (1, 1, 3)
+
+
+async def until(condition, timeout_s=5.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true in time"
+        await asyncio.sleep(0.002)
