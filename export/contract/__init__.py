@@ -3,6 +3,7 @@
 A leaf: standard library and pydantic only, so that every part can import it.
 """
 
+from export.contract.errors import UserError
 from export.contract.layout import (
     RepositoryError,
     check_collection_name,
@@ -50,6 +51,7 @@ __all__ = [
     "Table",
     "Toolchain",
     "Unknown",
+    "UserError",
     "Zch",
     "as_unsigned",
     "check_collection_name",

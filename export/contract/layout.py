@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from export.contract.errors import UserError
 from export.contract.manifest import Manifest
 
 MANIFEST_FILE = "manifest.json"
@@ -32,7 +33,7 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,62}")
 _SHARD_SUFFIX = re.compile(r".*_shard_\d+")
 
 
-class RepositoryError(Exception):
+class RepositoryError(UserError):
     """A model repository, or something in it, is not what it has to be; the message names the path and the rule."""
 
 

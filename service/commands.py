@@ -1,0 +1,65 @@
+"""Owns the front tier's commands, ``serve`` and ``lookup``: options in, calls out; no logic of its own.
+
+Heavy imports wait until a command runs, so that ``--help`` is quick.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from export.contract import UserError
+
+
+def serve(
+    repo: Annotated[Path, typer.Argument(help="Model repository that `kjtserve export` wrote.")],
+    http_port: Annotated[int | None, typer.Option(help="HTTP port (default 8080; 0 takes a free one).")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="gRPC port (default 8081; 0 takes a free one).")] = None,
+    shards: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT,…",
+            help="gRPC addresses of the Tritons that host shards 0, 1, …; one address alone hosts them all. "
+            "Without it, a Triton is started here, on free loopback ports.",
+        ),
+    ] = None,
+) -> None:
+    """Serve every collection of REPO over HTTP and gRPC (KServe v2) until SIGTERM or Ctrl-C.
+
+    Every other setting is an environment variable KJTSERVE_…, see service/settings.py.
+    """
+    from service.server import read_settings, run_server
+
+    settings = read_settings(http_port=http_port, grpc_port=grpc_port)
+    asyncio.run(run_server(repo, settings, shards=shards.split(",") if shards else None))
+
+
+def lookup(
+    collection: Annotated[str, typer.Argument(help="Name of the collection.")],
+    feature: Annotated[
+        list[str],
+        typer.Option(
+            "--feature",
+            "-f",
+            metavar="NAME=1,2;3",
+            help="Ids of a feature; ';' parts samples. Give every feature once.",
+        ),
+    ],
+    url: Annotated[str, typer.Option(help="HTTP address of the front tier.")] = "http://127.0.0.1:8080",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the reply as JSON.")] = False,
+) -> None:
+    """Look ids up and print their rows: `kjtserve lookup clicks -f user=17,42 -f item=7`."""
+    from service.console import ask, render_table
+
+    features = dict(_read_feature(text) for text in feature)
+    answer = ask(url, collection, features)
+    typer.echo(answer.text if as_json else render_table(answer))
+
+
+def _read_feature(text: str) -> tuple[str, list[list[int]]]:
+    name, _, ids = text.partition("=")
+    try:
+        return name, [[int(part) for part in sample.split(",") if part.strip()] for sample in ids.split(";")]
+    except ValueError:
+        raise UserError(f"--feature {text!r}: write NAME=1,2 (one sample) or NAME=1,2;3 (two samples)") from None
