@@ -1,0 +1,134 @@
+"""Owns the writing of a version's files, and the manifest that describes them; must not make them visible.
+
+Collects what the other modules make: traced programs, states, input hashes, the runtime.
+"""
+
+import importlib.metadata
+import importlib.resources
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import fbgemm_gpu
+import torch
+
+from export.contract import (
+    Manifest,
+    OutOfRange,
+    Remap,
+    RowDtype,
+    Shard,
+    StateFile,
+    Table,
+    Toolchain,
+    Zch,
+    shard_dir,
+    shard_model_name,
+)
+from export.contract.layout import PROGRAM_FILE, RUNTIME_FILE, STATE_FILE, TORCHSCRIPT_FILE
+from export.input_hash import InputHashFiles
+from export.publish import write_file
+from export.source import CollectionSource
+from export.state import PlacedTable, ShardState, build_mch_state, build_plain_state, write_state
+from export.trace import ShardProgram, trace_shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionOrder:
+    """Everything that decides what a version holds."""
+
+    collection: str
+    version: int
+    num_shards: int
+    source: CollectionSource
+    tables: tuple[PlacedTable, ...]
+    """In config order."""
+    input_hashes: InputHashFiles
+    out_of_range: OutOfRange
+
+
+def write_version(directory: Path, order: VersionOrder) -> Iterator[StateFile | Shard]:
+    """Write every file but the manifest into an empty directory.
+
+    Yields:
+        Each file with its path relative to the directory, and each shard after its files.
+    """
+    for name, content in order.input_hashes.contents.items():
+        yield write_file(directory / name, content)
+    program = trace_shard(managed=order.source.managed, dim=order.source.dim)
+    for index in range(order.num_shards):
+        place = shard_dir(directory, index)
+        place.mkdir()
+        state = _build_state(order, index)
+        for file in _write_shard(place, program, state):
+            yield file.model_copy(update={"path": f"{place.name}/{file.path}"})
+        yield Shard(
+            index=index,
+            model=shard_model_name(order.collection, index),
+            tables=state.tables,
+            state=program.state_names,
+            state_bytes=state.nbytes,
+        )
+
+
+def describe_version(order: VersionOrder, files: tuple[StateFile, ...], shards: tuple[Shard, ...]) -> Manifest:
+    """The manifest of a version that has been written."""
+    return Manifest(
+        collection=order.collection,
+        version=order.version,
+        created_s=time.time(),
+        num_shards=order.num_shards,
+        dim=order.source.dim,
+        tables=tuple(_describe_table(order, table) for table in order.tables),
+        shards=shards,
+        files=files,
+        toolchain=Toolchain(
+            kjtserve=importlib.metadata.version("kjtserve"),
+            torch=torch.__version__,
+            fbgemm_gpu=fbgemm_gpu.__version__,
+            torchrec=importlib.metadata.version("torchrec"),
+        ),
+    )
+
+
+def _build_state(order: VersionOrder, index: int) -> ShardState:
+    if order.source.managed:
+        return build_mch_state(index, order.num_shards, order.tables, order.source.dim)
+    return build_plain_state(index, order.tables, order.source.dim)
+
+
+def _write_shard(place: Path, program: ShardProgram, state: ShardState) -> Iterator[StateFile]:
+    yield write_file(place / PROGRAM_FILE, program.exported)
+    yield write_file(place / TORCHSCRIPT_FILE, program.torchscript)
+    yield write_state(place / STATE_FILE, state)
+    runtime = importlib.resources.files("model_repo") / RUNTIME_FILE
+    if runtime.is_file():
+        yield write_file(place / RUNTIME_FILE, runtime.read_bytes())
+
+
+def _describe_table(order: VersionOrder, table: PlacedTable) -> Table:
+    source = table.source
+    zch = None
+    if source.map is not None:
+        zch = Zch(
+            policy=source.map.policy,
+            size=source.rows,
+            occupied=int(source.map.ids_K.shape[0]),
+            open_slots=source.map.open_slots,
+        )
+    return Table(
+        name=source.name,
+        rows=source.rows,
+        dim=source.dim,
+        row_dtype=RowDtype.FP32,
+        features=source.features,
+        embedding_names=source.embedding_names,
+        remap=Remap.NONE if zch is None else Remap.MCH,
+        unknown=table.unknown,
+        out_of_range=order.out_of_range,
+        routing=table.routing,
+        placements=table.placements,
+        input_hash=order.input_hashes.file_of.get(source.name),
+        zch=zch,
+    )

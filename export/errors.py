@@ -1,0 +1,5 @@
+"""Owns the one error that the exporter raises for a user; must not know where it is shown."""
+
+
+class ExportError(Exception):
+    """An export or a verification that cannot be done; the message names what, the rule it breaks and what to do."""

@@ -1,0 +1,149 @@
+"""Owns how a version appears in a repository: one exporter at a time, staged, all or nothing.
+
+A version is staged beside its final place, and appears by one rename after everything in it is on the disk. Whatever
+fails before that leaves earlier versions, their links and configurations as they were. Must not know what is in a
+version's files.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from export.contract import Manifest, StateFile, shard_model_name, version_dir
+from export.contract.layout import CONFIG_FILE, MANIFEST_FILE, shard_dir
+from export.errors import ExportError
+
+_LOCK_FILE = ".lock"
+_STAGING = ".staging-"
+
+
+@contextmanager
+def lock_collection(repo: Path, collection: str) -> Iterator[None]:
+    """Be the only exporter of a collection; what an earlier one that died left behind is cleared first.
+
+    Raises:
+        ExportError: Another export of the collection is running.
+    """
+    root = repo / collection
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / _LOCK_FILE).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            raise ExportError(f"{root}: another export of {collection!r} is running; wait until it is done") from exc
+        _clear_leftovers(repo, collection)
+        yield
+
+
+def choose_version(repo: Path, collection: str, version: int | None) -> int:
+    """The version to write: the one asked for if it is free, else the newest plus one.
+
+    Raises:
+        ExportError: It exists (versions are immutable), or is not a positive number.
+    """
+    taken = [int(path.name) for path in (repo / collection).iterdir() if path.name.isdecimal()]
+    if version is None:
+        return max(taken, default=0) + 1
+    if version < 1:
+        raise ExportError(f"version {version}: use a number from 1 on")
+    if version in taken:
+        raise ExportError(
+            f"version {version} of {collection!r} exists and versions are immutable; "
+            f"use --version {max(taken) + 1}, or leave it out"
+        )
+    return version
+
+
+@contextmanager
+def stage(repo: Path, collection: str, version: int) -> Iterator[Path]:
+    """An empty directory to build a version in; it is gone afterwards, published or not."""
+    directory = repo / collection / f"{_STAGING}{version}-{os.getpid()}"
+    directory.mkdir()
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def write_file(path: Path, content: bytes) -> StateFile:
+    """Write a new file onto the disk; the path in the answer is the file's name only."""
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return StateFile(path=path.name, size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+
+
+def publish(repo: Path, directory: Path, manifest: Manifest, configs: list[str]) -> None:
+    """Make a staged version visible: manifest, Triton's configurations and links, then one rename.
+
+    Args:
+        repo: The repository.
+        directory: What ``stage`` gave, with every file of the manifest in it.
+        manifest: Written last, as the completeness marker.
+        configs: config.pbtxt of each shard.
+    """
+    write_file(directory / MANIFEST_FILE, (manifest.model_dump_json(indent=1) + "\n").encode())
+    for shard in manifest.shards:
+        _sync(shard_dir(directory, shard.index))
+    _sync(directory)
+    target = version_dir(repo, manifest.collection, manifest.version)
+    with ExitStack() as undo:
+        for shard, config in zip(manifest.shards, configs, strict=True):
+            model = repo / shard.model
+            if not model.is_dir():
+                model.mkdir()
+                undo.callback(model.rmdir)
+            _place_config(model / CONFIG_FILE, config, undo.callback)
+            link = model / str(manifest.version)
+            link.symlink_to(Path("..", manifest.collection, str(manifest.version), f"shard_{shard.index}"))
+            undo.callback(link.unlink)
+            _sync(model)
+        directory.rename(target)
+        undo.pop_all()
+    _sync(target.parent)
+    _sync(repo)
+
+
+def _place_config(path: Path, config: str, on_undo: Callable[[Callable[[], object]], object]) -> None:
+    before = path.read_text(encoding="utf-8") if path.exists() else None
+    if before == config:
+        return
+
+    def put_back() -> None:
+        if before is None:
+            path.unlink()
+        else:
+            _replace(path, before)
+
+    _replace(path, config)
+    on_undo(put_back)
+
+
+def _replace(path: Path, text: str) -> None:
+    draft = path.with_name(f".{path.name}")
+    draft.unlink(missing_ok=True)
+    write_file(draft, text.encode())
+    draft.replace(path)
+
+
+def _clear_leftovers(repo: Path, collection: str) -> None:
+    """Remove staging directories, and links to versions that never appeared; their exporter is dead, we hold its lock."""
+    for staging in (repo / collection).glob(f"{_STAGING}*"):
+        shutil.rmtree(staging)
+    for model in repo.glob(f"{shard_model_name(collection, 0)[:-1]}*"):
+        for link in model.iterdir() if model.is_dir() else ():
+            if link.is_symlink() and not link.exists():
+                link.unlink()
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

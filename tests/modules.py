@@ -1,0 +1,154 @@
+"""Small TorchRec modules, really trained: evictions have happened, and no two rows are alike. Seeds are fixed."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    LFU_EvictionPolicy,
+    LRU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHEvictionPolicy,
+    MCHManagedCollisionModule,
+)
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+POLICIES: dict[str, Callable[[], MCHEvictionPolicy]] = {
+    "lfu": LFU_EvictionPolicy,
+    "lru": LRU_EvictionPolicy,
+    "distance_lfu": DistanceLFU_EvictionPolicy,
+}
+
+InputHash = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+def modulo_hash(ids: torch.Tensor, size: int) -> torch.Tensor:
+    """An input_hash_func that folds many raw ids into one."""
+    return torch.remainder(ids * 2_654_435_761, size)
+
+
+def configs(
+    rows: dict[str, int], features: dict[str, list[str]] | None = None, *, dim: int = 4, fp16: Sequence[str] = ()
+) -> list[EmbeddingConfig]:
+    """One config for each table; its feature is named as the table, unless ``features`` says otherwise."""
+    return [
+        EmbeddingConfig(
+            name=name,
+            num_embeddings=num_rows,
+            embedding_dim=dim,
+            feature_names=list((features or {}).get(name, [name])),
+            data_type=DataType.FP16 if name in fp16 else DataType.FP32,
+        )
+        for name, num_rows in rows.items()
+    ]
+
+
+def spread_rows(collection: EmbeddingCollection, seed: int = 0) -> None:
+    """Give every row numbers of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for embedding in collection.embeddings.values():
+            embedding.weight.copy_(torch.randn(embedding.weight.shape, generator=generator))
+
+
+def plain_collection(
+    rows: dict[str, int] | None = None,
+    features: dict[str, list[str]] | None = None,
+    *,
+    dim: int = 4,
+    fp16: Sequence[str] = (),
+    seed: int = 0,
+) -> EmbeddingCollection:
+    """An EmbeddingCollection; by default tables user (10 rows), item (23) and one (1)."""
+    collection = EmbeddingCollection(
+        tables=configs(rows or {"user": 10, "item": 23, "one": 1}, features, dim=dim, fp16=fp16)
+    )
+    spread_rows(collection, seed)
+    return collection
+
+
+def untrained_collection(
+    rows: dict[str, int] | None = None,
+    features: dict[str, list[str]] | None = None,
+    *,
+    policy: str = "lfu",
+    input_hash: InputHash | None = None,
+    input_hash_size: int = 1009,
+    dim: int = 4,
+    fp16: Sequence[str] = (),
+    reverse_modules: bool = False,
+    eviction_interval: int = 2,
+    seed: int = 0,
+) -> ManagedCollisionEmbeddingCollection:
+    """A ManagedCollisionEmbeddingCollection that has seen no batch; by default tables user (12 rows) and item (20).
+
+    ``input_hash_size`` counts only with an ``input_hash``. ``reverse_modules`` puts the module dict in another order than
+    the configs.
+    """
+    tables = configs(rows or {"user": 12, "item": 20}, features, dim=dim, fp16=fp16)
+    collection = EmbeddingCollection(tables=tables)
+    spread_rows(collection, seed)
+    modules = {
+        table.name: MCHManagedCollisionModule(
+            zch_size=table.num_embeddings,
+            device=torch.device("cpu"),
+            eviction_policy=POLICIES[policy](),
+            eviction_interval=eviction_interval,
+            input_hash_func=input_hash,
+            input_hash_size=(2**63) - 1 if input_hash is None else input_hash_size,
+        )
+        for table in (reversed(tables) if reverse_modules else tables)
+    }
+    return ManagedCollisionEmbeddingCollection(collection, ManagedCollisionCollection(modules, tables))
+
+
+def train(module: ManagedCollisionEmbeddingCollection, *, steps: int = 12, seed: int = 0) -> None:
+    """Stream skewed 64-bit ids through each table's module; evicted rows are reset, as TorchRec's trainer does."""
+    generator = torch.Generator().manual_seed(seed)
+    module.train()
+    collisions = module._managed_collision_collection._managed_collision_modules
+    for step in range(steps):
+        for config in module._embedding_module.embedding_configs():
+            collision = collisions[config.name]
+            ids = _skewed_ids(config.num_embeddings, generator)
+            kjt = KeyedJaggedTensor(keys=["ids"], values=ids, lengths=torch.tensor([ids.numel()]))
+            rows = collision({"ids": kjt["ids"]})["ids"].values()
+            evicted = collision.evict()
+            with torch.no_grad():
+                weight = module._embedding_module.embeddings[config.name].weight
+                weight[rows.unique()] += 0.25 * (step + 1)
+                if evicted is not None:
+                    weight[evicted] = torch.randn(evicted.numel(), weight.shape[1], generator=generator).to(weight.dtype)
+
+
+def managed_collection(
+    rows: dict[str, int] | None = None,
+    features: dict[str, list[str]] | None = None,
+    *,
+    policy: str = "lfu",
+    input_hash: InputHash | None = None,
+    steps: int = 12,
+    seed: int = 0,
+    **options: object,
+) -> ManagedCollisionEmbeddingCollection:
+    """``untrained_collection`` after ``steps`` batches; ids were evicted from every table of 2 rows or more."""
+    module = untrained_collection(rows, features, policy=policy, input_hash=input_hash, seed=seed, **options)
+    train(module, steps=steps, seed=seed)
+    return module
+
+
+def map_of(module: nn.Module, table: str) -> dict[int, int]:
+    """The learned id → row map of a table, read from the module's buffers."""
+    collision = module._managed_collision_collection._managed_collision_modules[table]
+    pairs = zip(collision._mch_sorted_raw_ids.tolist(), collision._mch_remapped_ids_mapping.tolist(), strict=True)
+    return {id_: row for id_, row in pairs if id_ != 2**63 - 1}
+
+
+def _skewed_ids(rows: int, generator: torch.Generator) -> torch.Tensor:
+    """About twice as many distinct ids as the table has rows, positive and negative, the small ones more often."""
+    ranks = (torch.rand(4 * rows + 8, generator=generator) ** 2 * 2 * (rows + 1)).long()
+    return (ranks + 1) * 0x1E3779B97F4A7C15 % (2**62) * torch.where(ranks % 3 == 0, -1, 1)
