@@ -99,15 +99,18 @@ class Batcher(Generic[Item, Reply]):
 
     async def _guard(self, entries: Sequence[Entry[Item, Reply]]) -> None:
         """Run a batch; whatever happens to it, every entry gets a reply."""
+        failure: Exception = RuntimeError("the batch ended without a reply for this request")
         try:
             await self._run(entries)
-        except Exception as exc:  # noqa: BLE001 - handed to every waiting caller
-            for entry in entries:
-                if not entry.reply.done():
-                    entry.reply.set_exception(exc)
-        finally:
+        except asyncio.CancelledError:
             for entry in entries:
                 entry.reply.cancel()
+            raise
+        except Exception as exc:  # noqa: BLE001 - handed to every waiting caller
+            failure = exc
+        for entry in entries:
+            if not entry.reply.done():
+                entry.reply.set_exception(failure)
 
     def _hold_slot(self, task: asyncio.Task[None]) -> None:
         timer: asyncio.TimerHandle | None = None

@@ -58,8 +58,11 @@ def lookup(
 
 
 def _read_feature(text: str) -> tuple[str, list[list[int]]]:
-    name, _, ids = text.partition("=")
+    name, equals, ids = text.partition("=")
+    rule = f"--feature {text!r}: write NAME=1,2 (one sample) or NAME=1,2;3 (two samples)"
+    if not equals:
+        raise UserError(rule)
     try:
         return name, [[int(part) for part in sample.split(",") if part.strip()] for sample in ids.split(";")]
     except ValueError:
-        raise UserError(f"--feature {text!r}: write NAME=1,2 (one sample) or NAME=1,2;3 (two samples)") from None
+        raise UserError(rule) from None
