@@ -1,0 +1,74 @@
+import json
+
+import pytest
+import torch
+from typer import Typer
+from typer.testing import CliRunner
+
+from benchmarks import cli, remap
+
+NUM_IDS = 3000
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    with torch.inference_mode():
+        return remap.build_workbench(NUM_IDS, tmp_path_factory.mktemp("bench"))
+
+
+@pytest.fixture
+def short_calls(monkeypatch):
+    monkeypatch.setattr(remap, "IDS_PER_CALL", 500)
+    monkeypatch.setattr(remap, "CALLS_PER_ROUND", 2)
+
+
+def test_all_sides_agree_on_known_and_unknown_ids(bench):
+    ids = torch.cat([bench.ids, bench.ids + 1])
+    with torch.inference_mode():
+        rows, _ = bench.mch_remap(ids)
+        assert sorted(rows[:NUM_IDS].tolist()) == list(range(NUM_IDS))
+        assert set(rows[NUM_IDS:].tolist()) == {NUM_IDS}
+        embeddings = bench.mch_remap_gather(ids)[1]
+        assert torch.equal(bench.hash_remap(ids)[0], rows)
+        assert torch.equal(bench.shard_program(ids)[0], rows)
+        assert torch.equal(bench.shard_program(ids)[1], embeddings)
+
+
+def test_calls_hold_the_stated_mix_and_differ_between_rounds(bench):
+    one, other = remap.draw_calls(bench.ids, 1), remap.draw_calls(bench.ids, 2)
+    assert len(one) == remap.CALLS_PER_ROUND
+    assert {call.shape for call in one} == {(remap.IDS_PER_CALL,)}
+    known = torch.isin(torch.cat(one), bench.ids).float().mean().item()
+    assert known == pytest.approx(remap.KNOWN_SHARE, abs=0.01)
+    assert not torch.equal(one[0], other[0])
+    assert torch.equal(one[0], remap.draw_calls(bench.ids, 1)[0])
+
+
+@pytest.mark.usefixtures("short_calls")
+def test_run_measures_every_round_and_puts_the_threads_back(monkeypatch):
+    monkeypatch.setattr(remap, "TARGET_MAP_SIZE", NUM_IDS)
+    before, steps = torch.get_num_threads(), []
+    comparisons = remap.run(NUM_IDS, rounds=5, advance=lambda: steps.append(1))
+    assert torch.get_num_threads() == before
+    assert len(steps) == remap.num_steps(5)
+    assert len(comparisons) == 2 * len(remap.thread_counts())
+    assert all(len(row.baseline_rounds) == len(row.contender_rounds) == 5 for row in comparisons)
+    assert [row.target for row in comparisons if row.workload == "remap"] == [0.2] * len(remap.thread_counts())
+
+
+@pytest.mark.usefixtures("short_calls")
+def test_command_prints_a_table_and_writes_every_figure(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "QUICK_MAP_SIZES", (NUM_IDS,))
+    app = Typer()
+    app.command()(cli.bench)
+    path = tmp_path / "deep" / "bench.json"
+    result = CliRunner().invoke(app, ["--quick", "--rounds", "5", "--json", str(path)], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "hash lookup" in result.stdout
+    assert len(json.loads(path.read_text())["comparisons"]) == 2 * len(remap.thread_counts())
+
+
+def test_fewer_than_five_rounds_are_refused():
+    app = Typer()
+    app.command()(cli.bench)
+    assert CliRunner().invoke(app, ["--quick", "--rounds", "4"]).exit_code == 2
