@@ -103,8 +103,7 @@ def _write_shard(place: Path, program: ShardProgram, state: ShardState) -> Itera
     yield write_file(place / TORCHSCRIPT_FILE, program.torchscript)
     yield write_state(place / STATE_FILE, state)
     runtime = importlib.resources.files("model_repo") / RUNTIME_FILE
-    if runtime.is_file():
-        yield write_file(place / RUNTIME_FILE, runtime.read_bytes())
+    yield write_file(place / RUNTIME_FILE, runtime.read_bytes())
 
 
 def _describe_table(order: VersionOrder, table: PlacedTable) -> Table:

@@ -56,8 +56,10 @@ def read_plan(path: Path) -> Plan:
     """
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ExportError(f"plan {path}: {exc}") from exc
+    except OSError as exc:
+        raise ExportError(f"plan {path}: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise ExportError(f"plan {path}: not UTF-8 text") from exc
     except yaml.YAMLError as exc:
         raise ExportError(f"plan {path}: not YAML: {' '.join(str(exc).split())}") from exc
     try:

@@ -1,0 +1,202 @@
+"""Owns the exporter's commands: options in, one line or a table out; must not know how an export is done.
+
+The root of the command line registers the functions and prints ``ExportError``. Heavy imports wait until a command
+runs, so that ``--help`` is quick.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+from export.contract import OutOfRange, RepositoryError, Unknown, collections, versions
+from export.progress import Progress
+
+
+class Runtime(StrEnum):
+    """What Triton runs a shard with."""
+
+    PYTHON = "python"
+
+
+def export(  # noqa: PLR0917  typer calls it by keyword
+    module: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FACTORY",
+            help="What to export: a Python module, and in it a TorchRec [bold]EmbeddingCollection[/bold] or "
+            "[bold]ManagedCollisionEmbeddingCollection[/bold], or a function without arguments that returns one. "
+            "The working directory is on the path.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="REPO", help="Triton model repository to write to; made if missing.")],
+    name: Annotated[str, typer.Option(help="The collection's name, which clients ask for.")],
+    shards: Annotated[
+        int | None, typer.Option(min=1, help="Spread every table over this many shards. [dim]default: 1")
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="A plan.yaml that cuts each table its own way; instead of --shards.")
+    ] = None,
+    version: Annotated[
+        int | None, typer.Option(min=1, help="Version to write; published ones never change. [dim]default: newest + 1")
+    ] = None,
+    unknown: Annotated[
+        Unknown,
+        typer.Option(
+            help="Answer to an id that a managed-collision map does not hold: the row that the trained "
+            "module gives in eval mode, or zeros."
+        ),
+    ] = Unknown.TRAINING,
+    out_of_range: Annotated[
+        OutOfRange, typer.Option(help="Answer to an id that a plain table has no row for: an error, or zeros.")
+    ] = OutOfRange.REJECT,
+    runtime: Annotated[Runtime, typer.Option(help="Triton backend that runs the shards.")] = Runtime.PYTHON,
+) -> None:
+    """Export a trained TorchRec collection to a Triton model repository.
+
+    Every answer of the written shards is held against the module first; a version that differs is not published.
+
+    [bold]Example[/bold]: kjtserve export training.model:build --out repo --name clicks --shards 2
+
+    A [bold]plan.yaml[/bold] cuts tables one by one; those that it leaves out are spread over all shards:
+
+    shards: 3
+
+    tables: {user: {routing: hash}, item: {routing: table, shard: 1}, category: {routing: rows, rows: [4, 3, 3]}}
+    """
+    if shards is not None and plan is not None:
+        raise typer.BadParameter("give --shards or --plan, not both: the plan says how many shards there are")
+    del runtime  # one choice so far; the option is part of the public surface
+    _check_target(module)
+    from export.collection import export_collection
+    from export.factory import load_module
+    from export.report import describe_shards, skew_warnings
+
+    with _progress() as on_progress:
+        manifest = export_collection(
+            load_module(module),
+            out,
+            name=name,
+            num_shards=shards,
+            plan=plan,
+            version=version,
+            unknown=unknown,
+            out_of_range=out_of_range,
+            on_progress=on_progress,
+        )
+    console = Console()
+    console.print(f"{out}: published [bold]{name}[/bold] version {manifest.version}; rows of each table by shard:")
+    console.print(describe_shards(manifest))
+    for line in skew_warnings(manifest):
+        _stderr().print(f"warning: {line}", style="yellow", markup=False)
+
+
+def verify(
+    repo: Annotated[Path, typer.Argument(metavar="REPO", help="Triton model repository.")],
+    against: Annotated[
+        str, typer.Option(metavar="MODULE:FACTORY", help="The module that the version was exported from.")
+    ],
+    name: Annotated[str | None, typer.Option(help="Collection. [dim]default: the only one")] = None,
+    version: Annotated[int | None, typer.Option(min=1, help="Version. [dim]default: the newest")] = None,
+) -> None:
+    """Prove that a published version is whole and answers as the module does.
+
+    Compares the checksum of every file, then every row, and ids of every kind, bit by bit.
+
+    [bold]Example[/bold]: kjtserve verify repo --against training.model:build --name clicks
+    """
+    from export.collection import verify_version
+    from export.factory import load_module
+    from export.report import human_bytes
+
+    _check_target(against)
+    collection = _collection(repo, name)
+    with _progress() as on_progress:
+        report = verify_version(repo, collection, load_module(against), version, on_progress=on_progress)
+    Console().print(
+        f"{repo}: {report.collection} version {report.version} is whole and answers as {against} does: "
+        f"{report.files} files ({human_bytes(report.bytes)}), {report.ids:,} ids compared",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def inspect(
+    repo: Annotated[Path, typer.Argument(metavar="REPO", help="Triton model repository.")],
+    name: Annotated[str | None, typer.Option(help="Collection. [dim]default: all of them")] = None,
+    version: Annotated[int | None, typer.Option(min=1, help="Version. [dim]default: the newest of each")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print the manifests as a JSON list.")] = False,
+) -> None:
+    """Show tables, shards, occupancy and sizes of what a repository holds.
+
+    [bold]Example[/bold]: kjtserve inspect repo --name clicks --json
+    """
+    from export.published import find_version
+    from export.report import describe_version
+
+    names = [name] if name is not None else _collections(repo)
+    manifests = [find_version(repo, each, version) for each in names]
+    if json_output:
+        typer.echo(json.dumps([manifest.model_dump(mode="json") for manifest in manifests], indent=1))
+        return
+    console = Console()
+    if not manifests:
+        console.print(f"{repo}: holds no collection; `kjtserve export --out {repo}` adds one", soft_wrap=True)
+    for manifest in manifests:
+        console.print(describe_version(manifest, versions(repo, manifest.collection)))
+
+
+def _check_target(target: str) -> None:
+    module, colon, factory = target.partition(":")
+    if not (module and colon and factory):
+        raise typer.BadParameter(f"{target!r}: write MODULE:FACTORY, e.g. training.model:build")
+    # Building a KeyedJaggedTensor makes torch log advice about tracing that no user of a command can act on.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+
+
+def _collections(repo: Path) -> list[str]:
+    from export.errors import ExportError
+
+    try:
+        return list(collections(repo))
+    except RepositoryError as exc:
+        raise ExportError(str(exc)) from exc
+
+
+def _collection(repo: Path, name: str | None) -> str:
+    from export.errors import ExportError
+
+    if name is not None:
+        return name
+    names = _collections(repo)
+    if len(names) != 1:
+        raise ExportError(f"{repo}: holds {len(names)} collections {names}; say which one with --name")
+    return names[0]
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """Bars on stderr for whoever watches; nothing where nobody does."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bars(*columns, console=_stderr(), transient=True, disable=not sys.stderr.isatty()) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def on_progress(step: str, done: int, total: int) -> None:
+            if step not in tasks:
+                tasks[step] = bars.add_task(step, total=total)
+            bars.update(tasks[step], completed=done, total=total)
+
+        yield on_progress
+
+
+def _stderr() -> Console:
+    return Console(stderr=True, soft_wrap=True)
