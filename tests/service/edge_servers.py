@@ -1,0 +1,71 @@
+"""Starts both edges over a fake plane on free ports, in the test's own event loop."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from service.grpc.server import build_server
+from service.metrics import Metrics
+from service.rest.app import build_app
+from service.settings import Settings
+from tests.service.fakes import FakePlane
+
+
+@dataclass(kw_only=True)
+class Edges:
+    plane: FakePlane
+    metrics: Metrics
+    registry: CollectorRegistry
+    http_port: int
+    grpc_port: int
+
+    @property
+    def http(self) -> str:
+        return f"127.0.0.1:{self.http_port}"
+
+    @property
+    def grpc(self) -> str:
+        return f"127.0.0.1:{self.grpc_port}"
+
+    def count(self, route: str, code: str) -> float:
+        return self.registry.get_sample_value("kjtserve_requests_total", {"route": route, "code": code}) or 0.0
+
+
+@asynccontextmanager
+async def serve_edges(plane: FakePlane, settings: Settings) -> AsyncIterator[Edges]:
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    app = build_app(plane, metrics, settings)
+    http = uvicorn.Server(
+        uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, access_log=False, timeout_graceful_shutdown=1)
+    )
+    task = asyncio.create_task(http.serve())
+    await until(lambda: http.started or task.done())
+    rpc = build_server(plane, metrics, settings)
+    grpc_port = rpc.add_insecure_port("127.0.0.1:0")
+    await rpc.start()
+    try:
+        yield Edges(
+            plane=plane,
+            metrics=metrics,
+            registry=registry,
+            http_port=http.servers[0].sockets[0].getsockname()[1],
+            grpc_port=grpc_port,
+        )
+    finally:
+        await rpc.stop(0)
+        http.should_exit = True
+        await task
+
+
+async def until(condition: Callable[[], bool], *, within_s: float = 5.0) -> None:
+    """Wait until ``condition`` holds; fail when it does not in time."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        await asyncio.sleep(0.005)
