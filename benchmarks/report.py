@@ -43,22 +43,18 @@ class Comparison:
 
 def render(comparisons: list[Comparison], *, caption: str) -> Table:
     """Lay the comparisons out for a terminal: medians, ratio, target; the caption says what was held fixed."""
-    table = Table(title="medians over rounds, both sides in turn in the same run", caption=caption)
-    for heading in ("workload", "setting", "baseline", "contender"):
+    table = Table(title="medians over rounds, both sides in turn in the same run", caption=caption, show_lines=True)
+    for heading in ("workload", "baseline", "contender"):
         table.add_column(heading, overflow="fold")
-    for heading in ("baseline", "contender", "ratio", "target"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("ratio", "target"):
+        table.add_column(heading, justify="right")
     for row in comparisons:
-        verdict = "" if row.target is None else f"≤ {row.target:.2f} {'met' if row.met else 'MISSED'}"
         table.add_row(
-            row.workload,
-            row.setting,
-            row.baseline,
-            row.contender,
-            f"{median(row.baseline_rounds):.1f} {row.unit}",
-            f"{median(row.contender_rounds):.1f} {row.unit}",
+            f"{row.workload}\n{row.setting}",
+            f"{row.baseline}\n{median(row.baseline_rounds):.1f} {row.unit}",
+            f"{row.contender}\n{median(row.contender_rounds):.1f} {row.unit}",
             f"{row.ratio:.3f}",
-            verdict,
+            "" if row.target is None else f"≤ {row.target:.2f}\n{'met' if row.met else 'MISSED'}",
         )
     return table
 

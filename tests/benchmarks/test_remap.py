@@ -6,6 +6,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from benchmarks import cli, remap
+from export.contract import UserError
 
 NUM_IDS = 3000
 
@@ -66,6 +67,21 @@ def test_command_prints_a_table_and_writes_every_figure(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     assert "hash lookup" in result.stdout
     assert len(json.loads(path.read_text())["comparisons"]) == 2 * len(remap.thread_counts())
+
+
+def test_a_json_path_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(remap, "run", lambda *_, **__: pytest.fail("measured first"))
+    with pytest.raises(UserError, match=f"--json {tmp_path}: Is a directory"):
+        cli.bench(quick=True, json_path=tmp_path)
+
+
+def test_a_full_disk_is_one_clear_line(monkeypatch):
+    def run(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(remap, "run", run)
+    with pytest.raises(UserError, match="No space left on device; set TMPDIR"):
+        cli.bench(quick=True)
 
 
 def test_fewer_than_five_rounds_are_refused():
