@@ -7,6 +7,7 @@ move on as they do in production, and takes one optimisation step a batch. ``loa
 Shape suffixes: N events of a batch, D embedding dimension.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -274,6 +275,8 @@ def main(
     seed: Annotated[int, typer.Option(help="Seed of the initial rows.")] = SEED,
 ) -> None:
     """Train the sample collection on the bundled event log and save it."""
+    # Building a KeyedJaggedTensor makes torch log advice about tracing that no user of a command can act on.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     console = Console(stderr=True)
     folder = sample_folder(out)
     log = read_events(limit=events)
