@@ -9,11 +9,11 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from export.contract import Manifest, StateFile, shard_model_name, version_dir
+from export.contract import Manifest, StateFile, version_dir
 from export.contract.layout import CONFIG_FILE, MANIFEST_FILE, shard_dir
 from export.errors import ExportError
 
@@ -93,35 +93,34 @@ def publish(repo: Path, directory: Path, manifest: Manifest, configs: list[str])
     _sync(directory)
     target = version_dir(repo, manifest.collection, manifest.version)
     with ExitStack() as undo:
-        for shard, config in zip(manifest.shards, configs, strict=True):
-            model = repo / shard.model
-            if not model.is_dir():
-                model.mkdir()
-                undo.callback(model.rmdir)
-            _place_config(model / CONFIG_FILE, config, undo.callback)
-            link = model / str(manifest.version)
-            link.symlink_to(Path("..", manifest.collection, str(manifest.version), f"shard_{shard.index}"))
-            undo.callback(link.unlink)
-            _sync(model)
-        directory.rename(target)
-        undo.pop_all()
+        try:
+            for shard, config in zip(manifest.shards, configs, strict=True):
+                _place_model(repo / shard.model, manifest, shard.index, config, undo)
+            directory.rename(target)
+        finally:
+            if target.exists():
+                undo.pop_all()
     _sync(target.parent)
     _sync(repo)
 
 
-def _place_config(path: Path, config: str, on_undo: Callable[[Callable[[], object]], object]) -> None:
+def _place_model(model: Path, manifest: Manifest, shard: int, config: str, undo: ExitStack) -> None:
+    """Give Triton the shard's configuration and the link that becomes its version."""
+    if not model.is_dir():
+        model.mkdir()
+        undo.callback(model.rmdir)
+    path = model / CONFIG_FILE
     before = path.read_text(encoding="utf-8") if path.exists() else None
-    if before == config:
-        return
-
-    def put_back() -> None:
+    if before != config:
+        _replace(path, config)
         if before is None:
-            path.unlink()
+            undo.callback(path.unlink)
         else:
-            _replace(path, before)
-
-    _replace(path, config)
-    on_undo(put_back)
+            undo.callback(_replace, path, before)
+    link = model / str(manifest.version)
+    link.symlink_to(Path("..", manifest.collection, str(manifest.version), f"shard_{shard}"))
+    undo.callback(link.unlink)
+    _sync(model)
 
 
 def _replace(path: Path, text: str) -> None:
@@ -135,10 +134,9 @@ def _clear_leftovers(repo: Path, collection: str) -> None:
     """Remove staging directories, and links to versions that never appeared; their exporter is dead, we hold its lock."""
     for staging in (repo / collection).glob(f"{_STAGING}*"):
         shutil.rmtree(staging)
-    for model in repo.glob(f"{shard_model_name(collection, 0)[:-1]}*"):
-        for link in model.iterdir() if model.is_dir() else ():
-            if link.is_symlink() and not link.exists():
-                link.unlink()
+    for link in repo.glob(f"{collection}_shard_*/*"):
+        if link.is_symlink() and not link.exists():
+            link.unlink()
 
 
 def _sync(directory: Path) -> None:

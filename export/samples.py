@@ -13,7 +13,7 @@ IdsByTable = Mapping[str, torch.Tensor]
 
 SIZES = (0, 1, 2, 7, 10_000)
 """Ids of a request; the programs were traced with 5."""
-_SWEEP_BYTES = 32 << 20
+_SWEEP_BYTES = 4 << 20
 
 
 def draw_requests(source: CollectionSource) -> Iterator[tuple[bool, IdsByTable]]:
