@@ -160,6 +160,14 @@ def test_kubernetes_waits_longer_than_either_tier_drains(delay_s, grace_s):
     assert "--exit-timeout-secs=77" in triton(objects)["args"]
 
 
+def test_a_shard_that_is_restarted_for_a_dead_process_is_not_waited_for():
+    values = {"shards": {"exitTimeoutSeconds": 600}}
+    for kube_version in KUBE_VERSIONS:
+        objects = Render(kube_version=kube_version, values=values).objects()
+        assert triton(objects)["livenessProbe"]["terminationGracePeriodSeconds"] == 5
+        assert "terminationGracePeriodSeconds" not in triton(objects)["readinessProbe"]
+
+
 def test_disruption_budgets_are_there_only_where_they_can_act():
     def budgets(shard_replicas, front_replicas):
         values = {"shards": {"count": 2, "replicas": shard_replicas}, "front": {"replicas": front_replicas}}
