@@ -5,6 +5,7 @@ to both. A model process that dies stays dead: ``triton_repair`` brings it back.
 """
 
 import asyncio
+import contextlib
 import os
 import secrets
 import shutil
@@ -260,10 +261,10 @@ class TritonServer:
 
     async def _end_guard(self) -> None:
         guard = self._guard
-        if guard is None or guard.returncode is not None:
+        if guard is None or guard.stdin is None:
             return
-        assert guard.stdin is not None
-        guard.stdin.write(b"s")  # a mere end of file would mean that we were killed
+        if guard.returncode is None:
+            guard.stdin.write(b"s")  # a mere end of file would mean that we were killed
         guard.stdin.close()
         try:
             async with asyncio.timeout(self._grace_s + 5.0):
@@ -282,11 +283,11 @@ def _free_ports() -> _Ports:
 async def _serves_metrics(port: int) -> bool:
     """Whether Triton's metrics page is there: it comes after the gRPC service, and a taken port ends Triton then."""
     try:
-        reader, writer = await asyncio.open_connection(HOST, port)
-        writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")
         async with asyncio.timeout(METRICS_TIMEOUT_S):
-            page = await reader.read()
-        writer.close()
+            reader, writer = await asyncio.open_connection(HOST, port)
+            with contextlib.closing(writer):
+                writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")
+                page = await reader.read()
     except (OSError, TimeoutError):
         return False
     return b" 200 " in page[:16] and b"\nnv_" in page

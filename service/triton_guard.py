@@ -27,6 +27,7 @@ PREFIX_START = "kjtserve_"
 LOCK_SUFFIX = "lock"
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.05
 
 
@@ -57,6 +58,7 @@ def guard(command: list[str], grace_s: float) -> tuple[int, bool]:
     Returns:
         The exit code, and whether standard input was closed without a word.
     """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # model processes that lose their server become ours to wait for
     # The preexec function is safe here: this process has one thread.
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent)  # noqa: S603, PLW1509
     orphaned = False
@@ -69,6 +71,7 @@ def guard(command: list[str], grace_s: float) -> tuple[int, bool]:
     # The model processes are in its group, which keeps its number as long as the zombie is not reaped.
     os.killpg(child.pid, signal.SIGKILL)
     code = child.wait()
+    _reap_orphans()
     return (128 - code if code < 0 else code), orphaned
 
 
@@ -107,7 +110,19 @@ def remove_regions(prefix: str, shm: Path = SHM) -> None:
 
 
 def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _reap_orphans() -> None:
+    try:
+        while True:
+            os.wait()
+    except ChildProcessError:
+        pass
 
 
 def _ended(pid: int) -> bool:
