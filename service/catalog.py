@@ -42,8 +42,6 @@ class ServedTable:
     """``rows`` routing: one past the last row of each shard but the last, ascending."""
     rejects_out_of_range: bool
     input_hash: InputHash | None
-    slot_S: NDArray[np.int64]
-    """Index of the table in each shard's ``table_lengths``; −1 where the shard does not hold it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +57,8 @@ class ServedVersion:
     """By feature, in embedding-name order."""
     tables: tuple[ServedTable, ...]
     models_S: tuple[str, ...]
-    num_tables_S: tuple[int, ...]
+    tables_S: tuple[tuple[int, ...], ...]
+    """Per shard: the tables that it holds, as indices into ``tables``, in the order of its ``table_lengths``."""
     created_s: float
 
     @property
@@ -94,15 +93,14 @@ def compile_version(manifest: Manifest, hashes: Mapping[str, InputHash]) -> Serv
         dim=manifest.dim,
         features=manifest.features,
         blocks={feature: tuple(entries) for feature, entries in blocks.items()},
-        tables=tuple(_compile_table(table, manifest, hashes) for table in manifest.tables),
+        tables=tuple(_compile_table(table, hashes) for table in manifest.tables),
         models_S=tuple(shard.model for shard in manifest.shards),
-        num_tables_S=tuple(len(shard.tables) for shard in manifest.shards),
+        tables_S=tuple(tuple(index[entry.table] for entry in shard.tables) for shard in manifest.shards),
         created_s=manifest.created_s,
     )
 
 
-def _compile_table(table: Table, manifest: Manifest, hashes: Mapping[str, InputHash]) -> ServedTable:
-    held = [[entry.table for entry in shard.tables] for shard in manifest.shards]
+def _compile_table(table: Table, hashes: Mapping[str, InputHash]) -> ServedTable:
     return ServedTable(
         name=table.name,
         rows=table.rows,
@@ -111,7 +109,6 @@ def _compile_table(table: Table, manifest: Manifest, hashes: Mapping[str, InputH
         row_stops_S=np.array([placement.row_stop for placement in table.placements[:-1]], dtype=np.int64),
         rejects_out_of_range=table.remap is Remap.NONE and table.out_of_range is OutOfRange.REJECT,
         input_hash=hashes[table.input_hash] if table.input_hash else None,
-        slot_S=np.array([names.index(table.name) if table.name in names else -1 for names in held], dtype=np.int64),
     )
 
 

@@ -5,6 +5,7 @@ Each part registers its commands as entry points (group ``kjtserve.commands``), 
 
 import os
 import sys
+from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 
 import typer
@@ -59,7 +60,7 @@ def _commands() -> list[EntryPoint]:
     return [found[name] for name in ORDER if name in found]
 
 
-def _unavailable(point: EntryPoint, cause: ImportError) -> "object":
+def _unavailable(point: EntryPoint, cause: ImportError) -> Callable[[], None]:
     def command() -> None:
         raise UserError(
             f"{point.name} needs a package that is not installed ({cause}); try `pip install kjtserve[export]`"

@@ -53,7 +53,7 @@ class ShardHealth:
             base=version.base,
             version=version.version,
             ids_N=np.empty(0, dtype=np.int64),
-            table_lengths_T=np.zeros(version.num_tables_S[shard], dtype=np.int64),
+            table_lengths_T=np.zeros(len(version.tables_S[shard]), dtype=np.int64),
         )
 
     def report(self, failure: ShardFailed) -> None:

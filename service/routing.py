@@ -70,18 +70,15 @@ def _lay_out(
     counts_ST: NDArray[np.int64],
 ) -> Route:
     """Give every id its row in the buffer: by shard, then by the shard's table order, then by the table's id order."""
-    num_shards, num_tables = counts_ST.shape
     offsets_S1 = np.concatenate([[0], np.cumsum(counts_ST.sum(axis=1))]).astype(np.int64)
     sorted_T = [unique if order is None else unique[order] for unique, order in zip(unique_T, orders, strict=True)]
     starts_TS = np.cumsum(counts_ST, axis=0).T - counts_ST.T
     positions_T = [np.empty(unique.size, dtype=np.int64) for unique in unique_T]
     ids_S: list[NDArray[np.int64]] = []
     table_lengths_S: list[NDArray[np.int64]] = []
-    for s in range(num_shards):
-        held = sorted((t for t in range(num_tables) if version.tables[t].slot_S[s] >= 0),
-                      key=lambda t, s=s: version.tables[t].slot_S[s])  # fmt: skip
+    for s in range(version.num_shards):
         parts, row = [], int(offsets_S1[s])
-        for t in held:
+        for t in version.tables_S[s]:
             start, count = int(starts_TS[t, s]), int(counts_ST[s, t])
             parts.append(sorted_T[t][start : start + count])
             positions_T[t][start : start + count] = np.arange(row, row + count)

@@ -119,7 +119,12 @@ async def start(repo: Path, settings: Settings, *, shards: Sequence[str] | None 
                 grpc_address=f"{settings.host}:{grpc_port}",
                 triton=triton,
             )
-            log.info("serving", http=running.http_url, grpc=running.grpc_address)
+            log.info(
+                "serving",
+                http=running.http_url,
+                grpc=running.grpc_address,
+                triton_metrics=triton.metrics_url if triton else None,
+            )
             yield running
 
 
