@@ -114,7 +114,7 @@ def train(module: ManagedCollisionEmbeddingCollection, *, steps: int = 12, seed:
     for step in range(steps):
         for config in module._embedding_module.embedding_configs():
             collision = collisions[config.name]
-            ids = _skewed_ids(config.num_embeddings, generator)
+            ids = _skewed_ids(config.num_embeddings, step, generator)
             kjt = KeyedJaggedTensor(keys=["ids"], values=ids, lengths=torch.tensor([ids.numel()]))
             rows = collision({"ids": kjt["ids"]})["ids"].values()
             evicted = collision.evict()
@@ -122,7 +122,9 @@ def train(module: ManagedCollisionEmbeddingCollection, *, steps: int = 12, seed:
                 weight = module._embedding_module.embeddings[config.name].weight
                 weight[rows.unique()] += 0.25 * (step + 1)
                 if evicted is not None:
-                    weight[evicted] = torch.randn(evicted.numel(), weight.shape[1], generator=generator).to(weight.dtype)
+                    weight[evicted] = torch.randn(evicted.numel(), weight.shape[1], generator=generator).to(
+                        weight.dtype
+                    )
 
 
 def managed_collection(
@@ -148,7 +150,7 @@ def map_of(module: nn.Module, table: str) -> dict[int, int]:
     return {id_: row for id_, row in pairs if id_ != 2**63 - 1}
 
 
-def _skewed_ids(rows: int, generator: torch.Generator) -> torch.Tensor:
-    """About twice as many distinct ids as the table has rows, positive and negative, the small ones more often."""
-    ranks = (torch.rand(4 * rows + 8, generator=generator) ** 2 * 2 * (rows + 1)).long()
+def _skewed_ids(rows: int, step: int, generator: torch.Generator) -> torch.Tensor:
+    """About twice as many distinct ids as the table has rows, positive and negative, other ones in favour each step."""
+    ranks = (torch.rand(4 * rows + 8, generator=generator) ** 2 * 2 * (rows + 1)).long() + step * rows // 4
     return (ranks + 1) * 0x1E3779B97F4A7C15 % (2**62) * torch.where(ranks % 3 == 0, -1, 1)
