@@ -8,12 +8,14 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from service.triton_log import first_line
+
 CALL_TIMEOUT_S = 10.0
 LOAD_TIMEOUT_S = 300.0
 
 
 class TritonCallError(Exception):
-    """Triton did not do what it was asked; the message is Triton's own."""
+    """Triton did not do what it was asked; the message is the first line of Triton's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,4 +68,4 @@ async def _service(address: str) -> AsyncIterator[Any]:
         try:
             yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
         except grpc.aio.AioRpcError as exc:
-            raise TritonCallError(f"{address} answered {exc.code().name}: {exc.details()}") from exc
+            raise TritonCallError(f"{address} answered {exc.code().name}: {first_line(exc.details() or '')}") from exc
