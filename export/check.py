@@ -223,8 +223,8 @@ def _difference(manifest: Manifest, name: str, file: str, ids_N: torch.Tensor, *
     first = int(differs.nonzero()[0])
     id_ = ids_N[first : first + 1]
     shard = int(shard_of(manifest.table(name), id_, manifest.num_shards)[0])
+    found, wanted = (f"row {int(a.row_ids_N[first])} hit {bool(a.hits_N[first])}" for a in (got, want))
     return (
         f"table {name}: shard {shard} ({file}) differs from the module in {int(differs.sum())} of {len(ids_N)} ids; "
-        f"first id {int(id_)}: row {int(got.row_ids_N[first])} hit {bool(got.hits_N[first])}, "
-        f"the module says row {int(want.row_ids_N[first])} hit {bool(want.hits_N[first])}"
+        f"first id {int(id_)}: {found}, {'but other numbers' if found == wanted else f'the module says {wanted}'}"
     )

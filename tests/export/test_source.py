@@ -1,0 +1,130 @@
+"""What the exporter reads off a module, and what it refuses, naming the table."""
+
+import pytest
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.mc_modules import LFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
+
+from export.errors import ExportError
+from export.source import read_collection
+from tests.modules import configs, managed_collection, map_of, plain_collection, untrained_collection
+
+
+def collision_of(module, table="user"):
+    return module._managed_collision_collection._managed_collision_modules[table]
+
+
+def test_a_managed_table_is_described_with_its_map():
+    module = managed_collection(policy="lru")
+    user = read_collection(module).tables[0]
+    assert (user.name, user.rows, user.dim, user.features, user.unknown_row) == ("user", 12, 4, ("user",), 11)
+    assert user.map.policy == "LRU_EvictionPolicy"
+    assert dict(zip(user.map.ids_K.tolist(), user.map.rows_K.tolist(), strict=True)) == map_of(module, "user")
+
+
+def test_rows_are_not_copied():
+    module = plain_collection()
+    source = read_collection(module)
+    assert source.tables[0].weight_RD.data_ptr() == module.embeddings["user"].weight.data_ptr()
+    assert source.tables[0].map is None
+
+
+def bag_collection():
+    return EmbeddingBagCollection(
+        tables=[EmbeddingBagConfig(name="user", num_embeddings=4, embedding_dim=4, feature_names=["user"])]
+    )
+
+
+def managed_bag_collection():
+    bags = bag_collection()
+    module = MCHManagedCollisionModule(
+        zch_size=4, device=torch.device("cpu"), eviction_policy=LFU_EvictionPolicy(), eviction_interval=1
+    )
+    return ManagedCollisionEmbeddingBagCollection(
+        bags, ManagedCollisionCollection({"user": module}, bags.embedding_bag_configs())
+    )
+
+
+def zero_collision_collection():
+    tables = configs({"user": 8})
+    module = HashZchManagedCollisionModule(zch_size=8, device=torch.device("cpu"), total_num_buckets=1)
+    return ManagedCollisionEmbeddingCollection(
+        EmbeddingCollection(tables=tables), ManagedCollisionCollection({"user": module}, tables)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")  # upstream's own, of MPZCH
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (bag_collection, "EmbeddingBagCollection gives pooled embeddings"),
+        (managed_bag_collection, "ManagedCollisionEmbeddingBagCollection gives pooled embeddings"),
+        (lambda: nn.Linear(2, 2), "Linear cannot be exported: pass an unsharded EmbeddingCollection"),
+        (zero_collision_collection, "table user: HashZchManagedCollisionModule is not served; use MCH"),
+        (lambda: EmbeddingCollection(tables=[]), "no tables"),
+        (
+            lambda: EmbeddingCollection(tables=configs({"user": 4}), device=torch.device("meta")),
+            "table user: .*meta device",
+        ),
+        (
+            lambda: EmbeddingCollection(
+                tables=[EmbeddingConfig(name="user", num_embeddings=4, embedding_dim=4, feature_names=["u", "u"])]
+            ),
+            "table user: features .* name one twice",
+        ),
+    ],
+)
+def test_a_module_that_is_not_served_is_refused_by_name(make, message):
+    with pytest.raises(ExportError, match=message):
+        read_collection(make())
+
+
+def test_evictions_that_nobody_consumed_are_refused():
+    module = managed_collection()
+    collision_of(module, "item")._evicted = True
+    with pytest.raises(ExportError, match=r"table item: .*call evict\(\)"):
+        read_collection(module)
+
+
+def test_one_ranks_piece_of_a_map_is_refused():
+    module = untrained_collection({"user": 4})
+    collision_of(module)._output_global_offset = 4
+    with pytest.raises(ExportError, match=r"table user: .*rows 4\.\.8 of 4.*one rank's piece"):
+        read_collection(module)
+
+
+@pytest.mark.parametrize(
+    ("ids", "rows", "message"),
+    [
+        ([5, 3], [0, 1], "not sorted"),
+        ([3, 3], [0, 1], "holds an id twice"),
+        ([3, 5], [0, 9], "points outside the table's 4 rows"),
+    ],
+)
+def test_a_broken_map_is_refused(ids, rows, message):
+    module = untrained_collection({"user": 4})
+    collision_of(module)._mch_sorted_raw_ids[:2] = torch.tensor(ids)
+    collision_of(module)._mch_remapped_ids_mapping[:2] = torch.tensor(rows)
+    with pytest.raises(ExportError, match=f"table user: .*{message}"):
+        read_collection(module)
+
+
+def test_a_map_on_the_meta_device_is_refused():
+    module = untrained_collection({"user": 4})
+    collision_of(module)._mch_sorted_raw_ids = collision_of(module)._mch_sorted_raw_ids.to("meta")
+    with pytest.raises(ExportError, match="table user: its id map is on the meta device"):
+        read_collection(module)
+
+
+def test_rows_of_another_shape_than_the_config_says_are_refused():
+    module = plain_collection()
+    module.embeddings["item"] = nn.Embedding(5, 4)
+    with pytest.raises(ExportError, match=r"table item: its rows have shape \(5, 4\), its config says \(23, 4\)"):
+        read_collection(module)
