@@ -15,8 +15,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import model_repo
 from export.contract import Manifest
-from export.contract.layout import MANIFEST_FILE, PROGRAM_FILE, STATE_FILE, shard_model_name
+from export.contract.layout import (
+    CONFIG_FILE,
+    MANIFEST_FILE,
+    PROGRAM_FILE,
+    RUNTIME_FILE,
+    STATE_FILE,
+    shard_model_name,
+)
 
 DIM = 4
 COLLECTION = "clicks"
@@ -56,6 +64,8 @@ def write_version(repo: Path, version: int = 1) -> Path:
     torch.export.save(program, shard / PROGRAM_FILE)
     state = {"known": KNOWN_K, "row_ids": ROW_IDS_R, "rows": ROWS_RD}
     save_file(state, shard / STATE_FILE)
+    (shard / RUNTIME_FILE).write_bytes((Path(model_repo.__file__).parent / RUNTIME_FILE).read_bytes())
+    (shard / "__pycache__").touch()  # bytecode would make Triton take the version for a changed one
     manifest = {
         "collection": COLLECTION,
         "version": version,
@@ -78,7 +88,7 @@ def write_version(repo: Path, version: int = 1) -> Path:
                 "state_bytes": sum(tensor.nbytes for tensor in state.values()),
             }
         ],
-        "files": [_file(directory, path) for path in sorted(shard.iterdir())],
+        "files": [_file(directory, path) for path in sorted(shard.iterdir()) if path.name != "__pycache__"],
         "toolchain": {
             "kjtserve": "0.1.0",
             "torch": torch.__version__,
@@ -88,8 +98,15 @@ def write_version(repo: Path, version: int = 1) -> Path:
     }
     text = Manifest.model_validate(manifest).model_dump_json()
     (directory / MANIFEST_FILE).write_text(text)
-    link = repo / MODEL / str(version)
-    link.parent.mkdir(exist_ok=True)
+    return link_version(repo, version)
+
+
+def link_version(repo: Path, version: int) -> Path:
+    model = repo / MODEL
+    model.mkdir(exist_ok=True)
+    config = (Path(model_repo.__file__).parent / CONFIG_FILE).read_text()
+    (model / CONFIG_FILE).write_text(config.replace('name: ""', f'name: "{MODEL}"'))
+    link = model / str(version)
     link.symlink_to(Path("..") / COLLECTION / str(version) / "shard_0")
     return link
 
@@ -144,10 +161,13 @@ def link(pristine_repo, tmp_path) -> Path:
     for path in source.rglob("*"):
         if path.is_file():
             (target / path.relative_to(source)).write_bytes(path.read_bytes())
-    copy = tmp_path / MODEL / "1"
-    copy.parent.mkdir()
-    copy.symlink_to(Path("..") / COLLECTION / "1" / "shard_0")
-    return copy
+    return link_version(tmp_path, 1)
+
+
+@pytest.fixture
+def add_version(link) -> Callable[[int], Path]:
+    """Publish another version beside version 1; returns Triton's directory of it."""
+    return lambda version: write_version(link.parent.parent, version)
 
 
 class FakeTensor:
