@@ -277,6 +277,9 @@ def _listen(kind: str, host: str, port: int) -> Iterator[socket.socket]:
     except OSError as exc:
         raise UserError(f"{_busy(kind, host, port)} ({exc.strerror})") from exc
     with listener:
+        # Accepted connections inherit it. asyncio sets it only on sockets that were made with IPPROTO_TCP, and without it
+        # a reply's second segment waits 40 ms for the client's delayed acknowledgement of the first.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         yield listener
 
 
