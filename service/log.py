@@ -35,7 +35,10 @@ def configure_logging(json: bool, level: str) -> None:
     last: list[structlog.typing.Processor] = (
         [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
         if json
-        else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        # Not structlog's default traceback, which shows every local variable: seconds of work beside tensors.
+        else [
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback)
+        ]
     )
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
@@ -73,6 +76,11 @@ def request_context(request_id: str) -> Iterator[None]:
     """Put ``request_id`` into every line logged inside, across awaits and threads."""
     with structlog.contextvars.bound_contextvars(request_id=request_id):
         yield
+
+
+def current_request_id() -> str:
+    """The id under which lines are logged now; empty outside of a request."""
+    return str(structlog.contextvars.get_contextvars().get("request_id", ""))
 
 
 def rename_request(request_id: str) -> None:

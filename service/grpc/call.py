@@ -4,7 +4,6 @@ Methods get their message unparsed and parse it here, since grpcio answers a mes
 as if it were our fault.
 """
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -20,6 +19,7 @@ from service.metrics import Metrics
 
 log = structlog.get_logger(__name__)
 
+OK = "ok"
 CANCELLED = "cancelled"
 
 Answer = Callable[[Any, grpc.aio.ServicerContext], Awaitable[bytes]]
@@ -38,27 +38,30 @@ def unary(route: str, message_type: Any, answer: Answer, metrics: Metrics) -> gr
 
     async def handle(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         started_s = time.perf_counter()
-        code: str = CANCELLED
-        error = ""
+        refusal: tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]
         with request_context(_request_id(context)):
+            code: str = CANCELLED
+            error = ""
             try:
                 reply = await answer(data if message_type is None else parse(message_type, data), context)
-                code = "ok"
             except LookupFailed as exc:
                 code, error = exc.code, str(exc)
                 if exc.code is ErrorCode.INTERNAL:
                     log.exception("request_failed_internally")
-                await context.abort(STATUS[exc.code], failure_text(exc), failure_metadata(exc))
-            except (asyncio.CancelledError, grpc.aio.AbortError):
-                raise
+                refusal = (STATUS[exc.code], failure_text(exc), failure_metadata(exc))
             except Exception as exc:
                 # The edge is where an unforeseen exception ends: a generic status, the cause for the log.
                 log.exception("request_crashed", route=route)
                 code, error = ErrorCode.INTERNAL, type(exc).__name__
-                await context.abort(grpc.StatusCode.INTERNAL, GENERIC_TEXT)
+                refusal = (grpc.StatusCode.INTERNAL, GENERIC_TEXT, ())
+            else:
+                code = OK
+                return reply
             finally:
+                # Before the reply leaves, so that whoever has it finds it counted.
                 _account(metrics, route, code, time.perf_counter() - started_s, error)
-        return reply
+            await context.abort(*refusal)
+            raise AssertionError("abort does not return")
 
     return grpc.unary_unary_rpc_method_handler(handle)
 
@@ -85,5 +88,5 @@ def _request_id(context: grpc.aio.ServicerContext) -> str:
 def _account(metrics: Metrics, route: str, code: str, seconds: float, error: str) -> None:
     metrics.requests.labels(route, code).inc()
     metrics.request_seconds.labels(route).observe(seconds)
-    line = log.debug if code == "ok" else log.warning
+    line = log.debug if code == OK else log.warning
     line("request", route=route, code=code, seconds=round(seconds, 6), error=error[:MAX_MESSAGE_CHARS])

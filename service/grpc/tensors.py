@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tritonclient.grpc import service_pb2 as pb
 
 from service.errors import InvalidArgument
+from service.log import current_request_id
 from service.types import LookupReply, LookupRequest, Output
 from service.wire import WireCall, WireOutput, read_lookup, wire_datatype
 from service.wire_tensors import WireTensor, shown
@@ -41,7 +42,7 @@ def read_infer(message: Any) -> InferCall:
     call = WireCall(
         collection=message.model_name,
         version=message.model_version,
-        request_id=message.id,
+        request_id=message.id or current_request_id(),
         parameters=_parameters(message.parameters),
         inputs=_read_inputs(message),
         outputs=[WireOutput(name=entry.name, parameters=_parameters(entry.parameters)) for entry in message.outputs],

@@ -14,6 +14,7 @@ from service.offload import Offload
 from service.plane import Plane
 from service.rest.body import BodyReader
 from service.rest.converters import code_of_status, error_response, failure_response, field_path
+from service.rest.docs import docs_routes
 from service.rest.exchange import SCOPE_KEY, Exchange, ExchangeMiddleware
 from service.rest.lookups import lookup_routes
 from service.rest.management import management_routes
@@ -32,6 +33,20 @@ are `null` in JSON. Clients that need speed ask for binary tensors.
 """
 
 
+class Application(FastAPI):
+    """FastAPI whose schema says what really happens."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The schema, without the 422 that FastAPI promises for every path parameter: ours is a 400."""
+        schema = super().openapi()
+        for operations in schema["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            schema.get("components", {}).get("schemas", {}).pop(name, None)
+        return schema
+
+
 def build_app(plane: Plane, metrics: Metrics, settings: Settings) -> FastAPI:
     """The HTTP application.
 
@@ -40,17 +55,19 @@ def build_app(plane: Plane, metrics: Metrics, settings: Settings) -> FastAPI:
         metrics: Where requests are counted, and what ``/metrics`` shows.
         settings: Size limits and times.
     """
-    app = FastAPI(
+    app = Application(
         title="kjtserve",
         summary="Embeddings of TorchRec collections, by id.",
         description=DESCRIPTION,
         redirect_slashes=False,
+        docs_url=None,
         redoc_url=None,
     )
     offload = Offload()
     bodies = BodyReader(plane, offload, max_bytes=settings.max_request_bytes, max_seconds=settings.max_timeout_s)
     app.include_router(lookup_routes(plane, bodies, offload))
     app.include_router(management_routes(plane, metrics, bodies))
+    app.include_router(docs_routes(app.openapi))
     app.add_exception_handler(LookupFailed, _answer_failure)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(RequestValidationError, _answer_validation_error)

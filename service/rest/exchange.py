@@ -96,6 +96,7 @@ class ExchangeMiddleware:
         async def send_noted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.reply_started(message["status"])
+                self._account(exchange, scope)  # before the reply leaves, so that whoever has it finds it counted
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", exchange.request_id.encode())]
             await send(message)
 
@@ -107,7 +108,7 @@ class ExchangeMiddleware:
                     exchange.permit.release()
                 if exchange.seconds is None:
                     exchange.code, exchange.seconds = CANCELLED, time.perf_counter() - exchange.started_s
-                self._account(exchange, exchange.seconds, scope)
+                    self._account(exchange, scope)
 
     async def _run(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -122,7 +123,8 @@ class ExchangeMiddleware:
                 raise  # half a reply is out: the server has to break the connection off
             await error_response(GENERIC_TEXT, status=500)(scope, receive, send)
 
-    def _account(self, exchange: Exchange, seconds: float, scope: MutableMapping[str, Any]) -> None:
+    def _account(self, exchange: Exchange, scope: MutableMapping[str, Any]) -> None:
+        seconds = exchange.seconds or 0.0
         self._metrics.requests.labels(exchange.route, exchange.code).inc()
         self._metrics.request_seconds.labels(exchange.route).observe(seconds)
         line = log.debug if exchange.code == "ok" else log.warning

@@ -13,6 +13,7 @@ import orjson
 from numpy.typing import NDArray
 
 from service.errors import InvalidArgument
+from service.log import current_request_id
 from service.rest.reply import array_bytes
 from service.types import LookupReply, LookupRequest, Output
 from service.wire import WireCall, WireOutput, read_lookup, wire_datatype
@@ -67,7 +68,9 @@ def read_infer(collection: str, version: str, body: memoryview, header_length: i
     try:
         document = orjson.loads(head)
     except orjson.JSONDecodeError as exc:
-        hint = f"; {LENGTH_HEADER} says that its first {header_length} bytes are JSON" if header_length else ""
+        hint = (
+            f"; {LENGTH_HEADER} says that its first {header_length} bytes are JSON" if header_length is not None else ""
+        )
         raise InvalidArgument(f"body: not JSON: {exc}{hint}") from None
     document = _object("body", document, _CALL_FIELDS)
     parameters = dict(_object("parameters", document.get("parameters", {})))
@@ -80,7 +83,7 @@ def read_infer(collection: str, version: str, body: memoryview, header_length: i
     call = WireCall(
         collection=collection,
         version=version,
-        request_id=request_id,
+        request_id=request_id or current_request_id(),
         parameters=parameters,
         inputs=inputs,
         outputs=outputs,

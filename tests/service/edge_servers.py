@@ -4,8 +4,9 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import structlog
 import uvicorn
 from prometheus_client import CollectorRegistry
 
@@ -15,6 +16,16 @@ from service.rest.app import build_app
 from service.settings import Settings
 from tests.service.fakes import FakePlane
 
+# The default would format every local variable of a traceback, for seconds.
+structlog.configure(
+    processors=[
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.format_exc_info,
+        structlog.processors.KeyValueRenderer(),
+    ]
+)
+
 
 @dataclass(kw_only=True)
 class Edges:
@@ -23,6 +34,7 @@ class Edges:
     registry: CollectorRegistry
     http_port: int
     grpc_port: int
+    counted: dict[tuple[str, str], float] = field(default_factory=dict)
 
     @property
     def http(self) -> str:
@@ -33,7 +45,18 @@ class Edges:
         return f"127.0.0.1:{self.grpc_port}"
 
     def count(self, route: str, code: str) -> float:
-        return self.registry.get_sample_value("kjtserve_requests_total", {"route": route, "code": code}) or 0.0
+        """Requests counted since ``mark``."""
+        return self.counts().get((route, code), 0.0) - self.counted.get((route, code), 0.0)
+
+    def counts(self) -> dict[tuple[str, str], float]:
+        return {
+            (sample.labels["route"], sample.labels["code"]): sample.value
+            for sample in next(iter(self.metrics.requests.collect())).samples
+            if sample.name == "kjtserve_requests_total"
+        }
+
+    def mark(self) -> None:
+        self.counted = self.counts()
 
 
 @asynccontextmanager

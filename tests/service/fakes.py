@@ -46,6 +46,12 @@ class FakePlane:
             "ads": CollectionInfo(name="ads", versions=(7,), features=("ad",), dim=DIM),
         }
 
+    def reset(self) -> None:
+        """Back to how it was made, for the next test on the same server."""
+        assert self.admission.inflight_requests == 0, "a permit was not given back"
+        self.lookups.clear()
+        self.cancelled, self.failure, self.gate, self.ready = 0, None, None, Readiness(ready=True)
+
     def admit(self, nbytes: int = 0) -> Permit:
         return self.admission.admit(nbytes)
 

@@ -256,6 +256,3 @@ async def test_grpc_compression(client, coding):
         return result.as_numpy("embeddings")
 
     assert np.array_equal(await client.run(script), rows_of(IDS))
-
-
-

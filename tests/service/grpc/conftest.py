@@ -1,23 +1,34 @@
-"""Both edges over a fake plane."""
+"""Both edges over a fake plane: one pair of servers for all tests of a file, the plane fresh for each."""
 
 import pytest
+import pytest_asyncio
 
 from service.settings import Settings
-from tests.service.edge_servers import serve_edges
+from tests.service.edge_servers import serve_edges, until
 from tests.service.fakes import FakePlane
 
 
-@pytest.fixture
-def settings():
-    return Settings(max_request_bytes=1 << 20, probe_interval_s=0.02)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("asyncio") is not None and __file__.rpartition("/")[0] in str(item.path):
+            item.add_marker(pytest.mark.asyncio(loop_scope="module"), append=False)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served():
+    plane = FakePlane()
+    async with serve_edges(plane, Settings(max_request_bytes=1 << 20, probe_interval_s=0.02)) as edges:
+        yield edges
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def edges(served):
+    await until(lambda: served.plane.admission.inflight_requests == 0)
+    served.plane.reset()
+    served.mark()
+    return served
 
 
 @pytest.fixture
-def plane():
-    return FakePlane()
-
-
-@pytest.fixture
-async def edges(plane, settings):
-    async with serve_edges(plane, settings) as served:
-        yield served
+def plane(edges):
+    return edges.plane
