@@ -28,6 +28,7 @@ from export.contract import (
 )
 from export.contract.layout import PROGRAM_FILE, RUNTIME_FILE, STATE_FILE, TORCHSCRIPT_FILE
 from export.input_hash import InputHashFiles
+from export.progress import Progress
 from export.publish import write_file
 from export.source import CollectionSource
 from export.state import PlacedTable, ShardState, build_mch_state, build_plain_state, write_state
@@ -48,7 +49,7 @@ class VersionOrder:
     out_of_range: OutOfRange
 
 
-def write_version(directory: Path, order: VersionOrder) -> Iterator[StateFile | Shard]:
+def write_version(directory: Path, order: VersionOrder, on_progress: Progress) -> Iterator[StateFile | Shard]:
     """Write every file but the manifest into an empty directory.
 
     Yields:
@@ -61,7 +62,7 @@ def write_version(directory: Path, order: VersionOrder) -> Iterator[StateFile | 
         place = shard_dir(directory, index)
         place.mkdir()
         state = _build_state(order, index)
-        for file in _write_shard(place, program, state):
+        for file in _write_shard(place, program, state, on_progress):
             yield file.model_copy(update={"path": f"{place.name}/{file.path}"})
         yield Shard(
             index=index,
@@ -98,10 +99,10 @@ def _build_state(order: VersionOrder, index: int) -> ShardState:
     return build_plain_state(index, order.tables, order.source.dim)
 
 
-def _write_shard(place: Path, program: ShardProgram, state: ShardState) -> Iterator[StateFile]:
+def _write_shard(place: Path, program: ShardProgram, state: ShardState, on_progress: Progress) -> Iterator[StateFile]:
     yield write_file(place / PROGRAM_FILE, program.exported)
     yield write_file(place / TORCHSCRIPT_FILE, program.torchscript)
-    yield write_state(place / STATE_FILE, state)
+    yield write_state(place / STATE_FILE, state, on_progress)
     runtime = importlib.resources.files("model_repo") / RUNTIME_FILE
     yield write_file(place / RUNTIME_FILE, runtime.read_bytes())
 

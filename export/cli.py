@@ -15,10 +15,10 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from export.contract import OutOfRange, RepositoryError, Unknown, collections, versions
+from export.contract import OutOfRange, RepositoryError, Unknown, check_collection_name, collections, versions
 from export.progress import Progress
 
 
@@ -26,6 +26,13 @@ class Runtime(StrEnum):
     """What Triton runs a shard with."""
 
     PYTHON = "python"
+
+
+def _check_name(name: str) -> str:
+    try:
+        return check_collection_name(name)
+    except ValueError as exc:
+        raise typer.BadParameter(str(exc)) from exc
 
 
 def export(  # noqa: PLR0917  typer calls it by keyword
@@ -39,7 +46,7 @@ def export(  # noqa: PLR0917  typer calls it by keyword
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="REPO", help="Triton model repository to write to; made if missing.")],
-    name: Annotated[str, typer.Option(help="The collection's name, which clients ask for.")],
+    name: Annotated[str, typer.Option(help="The collection's name, which clients ask for.", callback=_check_name)],
     shards: Annotated[
         int | None, typer.Option(min=1, help="Spread every table over this many shards. [dim]default: 1")
     ] = None,
@@ -79,7 +86,10 @@ def export(  # noqa: PLR0917  typer calls it by keyword
     _check_target(module)
     from export.collection import export_collection
     from export.factory import load_module
+    from export.placement import read_plan
     from export.report import describe_shards, skew_warnings
+
+    cut = None if plan is None else read_plan(plan)
 
     with _progress() as on_progress:
         manifest = export_collection(
@@ -87,7 +97,7 @@ def export(  # noqa: PLR0917  typer calls it by keyword
             out,
             name=name,
             num_shards=shards,
-            plan=plan,
+            plan=cut,
             version=version,
             unknown=unknown,
             out_of_range=out_of_range,
@@ -186,7 +196,7 @@ def _collection(repo: Path, name: str | None) -> str:
 @contextmanager
 def _progress() -> Iterator[Progress]:
     """Bars on stderr for whoever watches; nothing where nobody does."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Bars(*columns, console=_stderr(), transient=True, disable=not sys.stderr.isatty()) as bars:
         tasks: dict[str, TaskID] = {}
 

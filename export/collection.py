@@ -140,10 +140,9 @@ def _export(root: Path, order: VersionOrder, on_progress: Progress) -> Manifest:
     files: list[StateFile] = []
     shards: list[Shard] = []
     with stage(root, order.collection, order.version) as directory:
-        for written in write_version(directory, order):
+        for written in write_version(directory, order, on_progress):
             if isinstance(written, Shard):
                 shards.append(written)
-                on_progress("writing shards", len(shards), order.num_shards)
             else:
                 files.append(written)
         manifest = describe_version(order, tuple(files), tuple(shards))

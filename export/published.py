@@ -1,13 +1,14 @@
 """Owns the reading of published versions: which there are, and whether their files are whole; must not import torch."""
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from export.contract import Manifest, RepositoryError, read_manifest, shard_dir, version_dir, versions
 from export.errors import ExportError
 from export.progress import Progress
 
-_BLOCK_BYTES = 1 << 20
+_BLOCK_BYTES = 8 << 20
 
 
 def find_version(repo: Path, collection: str, version: int | None) -> Manifest:
@@ -32,25 +33,28 @@ def check_files(repo: Path, manifest: Manifest, on_progress: Progress) -> None:
         ExportError: A file is missing, cut or changed, or a link leads elsewhere; names it.
     """
     directory = version_dir(repo, manifest.collection, manifest.version)
-    for done, file in enumerate(manifest.files, start=1):
+    total, done = sum(file.size_bytes for file in manifest.files), 0
+    for file in manifest.files:
         path = directory / file.path
         if not path.is_file():
             raise ExportError(f"{path}: is missing; export the version again under a new number")
         size = path.stat().st_size
         if size != file.size_bytes:
             raise ExportError(f"{path}: has {size} bytes, the manifest says {file.size_bytes}; it was cut or changed")
-        if _digest(path) != file.sha256:
+        digest = hashlib.sha256()
+        for block in _blocks(path):
+            digest.update(block)
+            done += len(block)
+            on_progress("checking files", done, total)
+        if digest.hexdigest() != file.sha256:
             raise ExportError(f"{path}: its SHA-256 differs from the manifest's; it was changed after the export")
-        on_progress("checking files", done, len(manifest.files))
     for shard in manifest.shards:
         link = repo / shard.model / str(manifest.version)
         if not link.exists() or link.resolve() != shard_dir(directory, shard.index).resolve():
             raise ExportError(f"{link}: does not lead to {shard_dir(directory, shard.index)}, so Triton cannot load it")
 
 
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
+def _blocks(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+            yield block

@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 
 from export.contract import NO_ROW, Placement, Routing, ShardTable, StateFile, Unknown, hash_shard
+from export.progress import Progress
 from export.source import MapSource, TableSource
 
 CHUNK_BYTES = 32 << 20
@@ -92,10 +93,10 @@ def build_mch_state(shard: int, num_shards: int, tables: Iterable[PlacedTable], 
     hash_table, hash_table_offsets = _build_hash_table(pieces)
     row_ids = [piece.row_ids for piece in pieces]
     tensors = (
-        _ready("hash_table", hash_table),
         _ready("hash_table_offsets", hash_table_offsets),
-        _ready("row_ids", torch.cat(row_ids) if row_ids else torch.full((1,), NO_ROW)),
         _ready("unknown_rows", torch.tensor([piece.unknown_row for piece in pieces], dtype=torch.int64)),
+        _ready("row_ids", torch.cat(row_ids) if row_ids else torch.full((1,), NO_ROW)),
+        _ready("hash_table", hash_table),
         _rows([(piece.weight, piece.row_ids) for piece in pieces], max(local, 1), dim),
     )
     return ShardState(tables=tuple(entries), tensors=tensors)
@@ -175,7 +176,9 @@ def _cut_map(table: PlacedTable, shard: int, num_shards: int, first_local: int) 
 
 def _build_hash_table(pieces: list[_MchPiece]) -> tuple[torch.Tensor, torch.Tensor]:
     """One hash table for all tables of the shard, half full, and after them the always empty one."""
-    slots = [max(_MIN_SLOTS, 2 * int(piece.ids_K.shape[0])) for piece in pieces] + [_MIN_SLOTS]
+    slots = [max(_MIN_SLOTS, 2 * int(piece.ids_K.shape[0])) for piece in pieces]
+    # Whole cache lines of 4 slots: what follows in the file, the rows, and the slots themselves start on one.
+    slots.append(_MIN_SLOTS + -sum(slots) % 4)
     sizes = [int(piece.ids_K.shape[0]) for piece in pieces] + [0]
     table = torch.full((sum(slots), 2), -1, dtype=torch.int64)
     table_offsets = torch.tensor([0, *slots]).cumsum(0)
@@ -219,8 +222,9 @@ def _gather(weight: torch.Tensor, wanted: torch.Tensor | slice) -> torch.Tensor:
     return rows
 
 
-def write_state(path: Path, state: ShardState) -> StateFile:
+def write_state(path: Path, state: ShardState, on_progress: Progress) -> StateFile:
     """Stream a state into a new safetensors file and onto the disk; the path in the answer is the file's name only."""
+    step = f"writing {path.parent.name}"
     offset = 0
     entries: dict[str, object] = {}
     for tensor in state.tensors:
@@ -228,7 +232,7 @@ def write_state(path: Path, state: ShardState) -> StateFile:
         entries[tensor.name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
         offset += tensor.nbytes
     header = json.dumps(entries, separators=(",", ":")).encode()
-    # The rows come last; padding the header so that they start on a cache line leaves the INT64 tensors on 8 bytes.
+    # The rows come last, so padding the header puts them on a cache line, and the INT64 tensors on 8 bytes.
     before_rows = 8 + len(header) + state.nbytes - state.tensors[-1].nbytes
     header += b" " * (-before_rows % _ROW_ALIGNMENT)
     digest = hashlib.sha256()
@@ -238,6 +242,7 @@ def write_state(path: Path, state: ShardState) -> StateFile:
             file.write(part)
             digest.update(part)
             size += part.nbytes
+            on_progress(step, size, 8 + len(header) + state.nbytes)
         file.flush()
         os.fsync(file.fileno())
     return StateFile(path=path.name, size_bytes=size, sha256=digest.hexdigest())

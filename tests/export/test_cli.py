@@ -107,6 +107,7 @@ def test_a_failure_is_one_line_on_stderr_and_status_1(kjtserve, tmp_path, argume
         ("export", "training_job:plain", "--out", "repo", "--name", "c", "--shards", 0),
         ("export", "training_job:plain", "--out", "repo", "--name", "c", "--shards", 2, "--plan", "plan.yaml"),
         ("export", "training_job:plain", "--out", "repo", "--name", "c", "--unknown", "maybe"),
+        ("export", "training_job:plain", "--out", "repo", "--name", "1"),
         ("verify", "repo"),
         ("verify", "repo", "--against", "training_job"),
         ("inspect", "repo", "--version", "x"),

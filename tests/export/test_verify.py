@@ -272,6 +272,7 @@ def test_the_state_file_is_safetensors_with_rows_on_a_cache_line(published):
     header = json.loads(content[8 : 8 + size])
     start, stop = header["rows"]["data_offsets"]
     assert (8 + size + start) % 64 == 0
+    assert (8 + size + header["hash_table"]["data_offsets"][0]) % 64 == 0
     assert 8 + size + stop == len(content)
     state = load_file(directory / "shard_0" / "state.safetensors")
     held = {id_ for id_ in state["hash_table"][:, 0].tolist() if id_ != -1}
