@@ -66,12 +66,12 @@ class TritonServer:
         grace_s: float = 10.0,
         start_timeout_s: float = 120.0,
     ) -> None:
-        self._repo = repo
+        self._repo = repo.absolute()
         self._models = tuple(models)
         self._log_path = log_path
         self._grace_s = grace_s
         self._start_timeout_s = start_timeout_s
-        self._repairs = ModelRepairs(repo, models)
+        self._repairs = ModelRepairs(self._repo, models)
         self._installation: Installation | None = None
         self._directory: Path | None = None
         self._ports: _Ports | None = None
@@ -252,12 +252,17 @@ class TritonServer:
     async def _until_end(self) -> int:
         """Wait for the server's end, and mind its model processes meanwhile."""
         assert self._guard is not None
+        minding = asyncio.create_task(self._mind_models())
+        try:
+            return await self._guard.wait()
+        finally:
+            minding.cancel()
+            await asyncio.gather(minding, return_exceptions=True)
+
+    async def _mind_models(self) -> None:
         while True:
-            try:
-                async with asyncio.timeout(CHECK_INTERVAL_S):
-                    return await self._guard.wait()
-            except TimeoutError:
-                await self._repairs.repair_dead()
+            await asyncio.sleep(CHECK_INTERVAL_S)
+            await self._repairs.repair_dead()
 
     async def _end_guard(self) -> None:
         guard = self._guard
