@@ -1,7 +1,8 @@
 """Owns which work leaves the event loop for a thread; knows nothing of what the work is.
 
-Decoding a large body holds Python's lock for milliseconds at a time. Two such jobs at once keep the cores busy; more
-would only make the event loop, and with it the liveness probe, wait its turn behind each of them.
+Decoding a large body holds Python's lock for tens of milliseconds at a time. A second such job gains nothing, and makes
+the event loop, and with it the liveness probe, wait its turn behind both. Work that lets go of the lock, as compression
+does, may run beside it.
 """
 
 import asyncio
@@ -19,10 +20,10 @@ class Offload:
     """Runs work on large buffers in threads, a bounded number at a time.
 
     Args:
-        max_jobs: Jobs in threads at a time.
+        max_jobs: Jobs in threads at a time; 1 for work that holds Python's lock.
     """
 
-    def __init__(self, *, max_jobs: int = 2) -> None:
+    def __init__(self, *, max_jobs: int = 1) -> None:
         self._places = asyncio.Semaphore(max_jobs)
 
     async def run(self, nbytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

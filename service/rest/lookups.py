@@ -91,13 +91,13 @@ _INFER_EXAMPLE = {
 }
 
 
-def lookup_routes(plane: Plane, bodies: BodyReader, offload: Offload) -> APIRouter:
+def lookup_routes(plane: Plane, bodies: BodyReader, offload: Offload, packing: Offload) -> APIRouter:
     """Routes that answer lookups over ``plane``.
 
     Bodies are read here and not by FastAPI: a permit is taken before the first byte, and ids must be exact.
     """
     router = APIRouter(responses=_ERRORS)
-    lookups = _Lookups(plane, bodies, offload)
+    lookups = _Lookups(plane, bodies, offload, packing)
 
     @router.post(
         "/v1/collections/{name}:lookup",
@@ -129,10 +129,11 @@ def lookup_routes(plane: Plane, bodies: BodyReader, offload: Offload) -> APIRout
 class _Lookups:
     """Convert, await, convert."""
 
-    def __init__(self, plane: Plane, bodies: BodyReader, offload: Offload) -> None:
+    def __init__(self, plane: Plane, bodies: BodyReader, offload: Offload, packing: Offload) -> None:
         self._plane = plane
         self._bodies = bodies
         self._offload = offload
+        self._packing = packing
 
     async def people(self, request: Request, name: str) -> Response:
         exchange = begin(request, "rest_lookup")
@@ -165,7 +166,7 @@ class _Lookups:
         nbytes = sum(map(len, pieces))
         coding = choose_coding(request.headers.get("accept-encoding"), is_binary=LENGTH_HEADER in headers)
         if coding is not None and nbytes >= MIN_COMPRESSED_BYTES:
-            pieces = await self._offload.run(nbytes, pack, pieces, coding)
+            pieces = await self._packing.run(nbytes, pack, pieces, coding)
             headers |= {"Content-Encoding": coding, "Vary": "Accept-Encoding"}
         media_type = "application/octet-stream" if LENGTH_HEADER in headers else "application/json"
         return PiecesResponse(pieces, headers=headers, media_type=media_type)

@@ -3,6 +3,7 @@
 Ids are exact 64-bit integers. A number that JSON has no word for (NaN, infinity) is ``null`` in a row.
 """
 
+from collections.abc import Iterator
 from itertools import chain
 from typing import Annotated, Any, Literal
 
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from service.errors import InvalidArgument
 from service.rest.converters import field_path
+from service.rest.json_arrays import write_array
 from service.types import LookupReply, LookupRequest, OnShardFailure, Output
 from service.wire_tensors import shown
 
@@ -105,20 +107,29 @@ def read_lookup_json(collection: str, body: memoryview, request_id: str) -> Look
 
 def write_lookup_json(reply: LookupReply) -> bytes:
     """Write the answer, nested as the request was."""
-    document: dict[str, Any] = {"version": reply.version}
+    return b"".join(_write_answer(reply))
+
+
+def _write_answer(reply: LookupReply) -> Iterator[bytes]:
+    yield b'{"version":%d' % reply.version
     for output in (Output.EMBEDDINGS, Output.ROW_IDS, Output.HITS, Output.MISSING):
         if output in reply.outputs:
-            document[output.value] = _nest(reply, reply.outputs[output])
-    return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+            yield b',"%s":{' % output.value.encode()
+            yield from _write_blocks(reply, reply.outputs[output])
+            yield b"}"
+    yield b"}"
 
 
-def _nest(reply: LookupReply, rows_M: NDArray[Any]) -> dict[str, list[NDArray[Any]]]:
+def _write_blocks(reply: LookupReply, rows_M: NDArray[Any]) -> Iterator[bytes]:
     stops = np.cumsum(reply.lengths_EB, dtype=np.int64).reshape(reply.lengths_EB.shape)
     starts = stops - reply.lengths_EB
-    return {
-        name: [rows_M[start:stop] for start, stop in zip(starts[e].tolist(), stops[e].tolist(), strict=True)]
-        for e, name in enumerate(reply.embedding_names_E)
-    }
+    for e, name in enumerate(reply.embedding_names_E):
+        yield (b"," if e else b"") + orjson.dumps(name) + b":["
+        for b, (start, stop) in enumerate(zip(starts[e].tolist(), stops[e].tolist(), strict=True)):
+            if b:
+                yield b","
+            yield from write_array(rows_M[start:stop])
+        yield b"]"
 
 
 def describe_validation(error: ValidationError) -> str:

@@ -1,5 +1,6 @@
 """Owns sending a reply in pieces, and compressing it when the client asks. Must not know what the bytes mean."""
 
+import asyncio
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -49,6 +50,7 @@ class PiecesResponse(Response):
             for start in range(0, len(piece), PIECE_BYTES):
                 part = piece[start : start + PIECE_BYTES]
                 await send({"type": "http.response.body", "body": part, "more_body": True})
+                await asyncio.sleep(0)  # lets the loop see that the client has gone, and serve others
         # An empty last part: the server drains what it holds before it takes one more.
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from service.errors import InvalidArgument
 from service.log import current_request_id
+from service.rest.json_arrays import write_array
 from service.rest.reply import array_bytes
 from service.types import LookupReply, LookupRequest, Output
 from service.wire import WireCall, WireOutput, read_lookup, wire_datatype
@@ -102,23 +103,23 @@ def write_infer(call: InferCall, reply: LookupReply) -> tuple[list[bytes | memor
     Returns:
         The body in pieces, and the length of its JSON when bytes follow it.
     """
-    outputs: list[dict[str, Any]] = []
-    tail: list[memoryview] = []
-    for output, is_binary in call.outputs.items():
+    document: dict[str, Any] = {"model_name": reply.collection, "model_version": str(reply.version)}
+    if call.request_id:
+        document["id"] = call.request_id
+    document["parameters"] = {"version": reply.version}
+    head = [orjson.dumps(document)[:-1], b',"outputs":[']
+    tail: list[bytes | memoryview] = []
+    for at, (output, is_binary) in enumerate(call.outputs.items()):
         array: NDArray[Any] = reply.outputs[output]
         entry: dict[str, Any] = {"name": output.value, "datatype": wire_datatype(array), "shape": list(array.shape)}
         if is_binary:
             tail.append(array_bytes(array))
             entry["parameters"] = {"binary_data_size": array.nbytes}
-        else:
-            entry["data"] = array.reshape(-1)
-        outputs.append(entry)
-    document: dict[str, Any] = {"model_name": reply.collection, "model_version": str(reply.version)}
-    if call.request_id:
-        document["id"] = call.request_id
-    document |= {"parameters": {"version": reply.version}, "outputs": outputs}
-    head = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
-    return [head, *tail], len(head) if tail else None
+        head += [b"," if at else b"", orjson.dumps(entry)[:-1]]
+        head += [] if is_binary else [b',"data":', *write_array(array.reshape(-1))]
+        head.append(b"}")
+    head.append(b"]}")
+    return [*head, *tail], sum(map(len, head)) if tail else None
 
 
 def _read_inputs(document: dict[str, Any], tail: memoryview) -> list[WireTensor]:
