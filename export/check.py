@@ -61,11 +61,11 @@ def check_version(directory: Path, manifest: Manifest, source: CollectionSource,
         for raw, ids_by_table in draw_requests(source):
             compared += _compare(version, source, ids_by_table, raw=raw, files=tuple(_PROGRAMS))
         for table in source.tables:
-            done = 0
+            done, total = 0, table.rows if table.map is None else int(table.map.ids_K.shape[0])
             for ids_N in sweep_ids(table):
                 compared += _compare(version, source, {table.name: ids_N}, raw=False, files=(PROGRAM_FILE,))
                 done += int(ids_N.shape[0])
-                on_progress(f"checking {table.name}", done, table.rows)
+                on_progress(f"checking {table.name}", min(done, total), total)
     return compared
 
 
