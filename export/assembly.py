@@ -57,7 +57,9 @@ def write_version(directory: Path, order: VersionOrder, on_progress: Progress) -
     """
     for name, content in order.input_hashes.contents.items():
         yield write_file(directory / name, content)
+    on_progress("tracing the lookup", 0, 1)
     program = trace_shard(managed=order.source.managed, dim=order.source.dim)
+    on_progress("tracing the lookup", 1, 1)
     for index in range(order.num_shards):
         place = shard_dir(directory, index)
         place.mkdir()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -20,6 +20,9 @@ from rich.progress import Progress as Bars
 
 from export.contract import OutOfRange, RepositoryError, Unknown, check_collection_name, collections, versions
 from export.progress import Progress
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class Runtime(StrEnum):
@@ -84,16 +87,17 @@ def export(  # noqa: PLR0917  typer calls it by keyword
         raise typer.BadParameter("give --shards or --plan, not both: the plan says how many shards there are")
     del runtime  # one choice so far; the option is part of the public surface
     _check_target(module)
-    from export.collection import export_collection
-    from export.factory import load_module
-    from export.placement import read_plan
     from export.report import describe_shards, skew_warnings
 
-    cut = None if plan is None else read_plan(plan)
-
     with _progress() as on_progress:
+        on_progress("loading torch and torchrec", 0, 1)
+        from export.collection import export_collection
+        from export.placement import read_plan
+
+        on_progress("loading torch and torchrec", 1, 1)
+        cut = None if plan is None else read_plan(plan)
         manifest = export_collection(
-            load_module(module),
+            _load(module, on_progress),
             out,
             name=name,
             num_shards=shards,
@@ -104,7 +108,8 @@ def export(  # noqa: PLR0917  typer calls it by keyword
             on_progress=on_progress,
         )
     console = Console()
-    console.print(f"{out}: published [bold]{name}[/bold] version {manifest.version}; rows of each table by shard:")
+    published = f"{out}: published {name} version {manifest.version}; rows of each table by shard:"
+    console.print(published, markup=False, highlight=False, soft_wrap=True)
     console.print(describe_shards(manifest))
     for line in skew_warnings(manifest):
         _stderr().print(f"warning: {line}", style="yellow", markup=False)
@@ -124,17 +129,20 @@ def verify(
 
     [bold]Example[/bold]: kjtserve verify repo --against training.model:build --name clicks
     """
-    from export.collection import verify_version
-    from export.factory import load_module
     from export.report import human_bytes
 
     _check_target(against)
     collection = _collection(repo, name)
     with _progress() as on_progress:
-        report = verify_version(repo, collection, load_module(against), version, on_progress=on_progress)
+        on_progress("loading torch and torchrec", 0, 1)
+        from export.collection import verify_version
+
+        on_progress("loading torch and torchrec", 1, 1)
+        report = verify_version(repo, collection, _load(against, on_progress), version, on_progress=on_progress)
     Console().print(
         f"{repo}: {report.collection} version {report.version} is whole and answers as {against} does: "
         f"{report.files} files ({human_bytes(report.bytes)}), {report.ids:,} ids compared",
+        markup=False,
         highlight=False,
         soft_wrap=True,
     )
@@ -160,7 +168,9 @@ def inspect(
         return
     console = Console()
     if not manifests:
-        console.print(f"{repo}: holds no collection; `kjtserve export --out {repo}` adds one", soft_wrap=True)
+        console.print(
+            f"{repo}: holds no collection; `kjtserve export --out {repo}` adds one", markup=False, soft_wrap=True
+        )
     for manifest in manifests:
         console.print(describe_version(manifest, versions(repo, manifest.collection)))
 
@@ -171,6 +181,15 @@ def _check_target(target: str) -> None:
         raise typer.BadParameter(f"{target!r}: write MODULE:FACTORY, e.g. training.model:build")
     # Building a KeyedJaggedTensor makes torch log advice about tracing that no user of a command can act on.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+
+
+def _load(target: str, on_progress: Progress) -> "nn.Module":
+    from export.factory import load_module
+
+    on_progress(f"loading {target}", 0, 1)
+    module = load_module(target)
+    on_progress(f"loading {target}", 1, 1)
+    return module
 
 
 def _collections(repo: Path) -> list[str]:
