@@ -28,6 +28,7 @@ from benchmarks.report import Comparison
 from benchmarks.rounds import alternate
 from export.contract import Unknown
 from export.placement import Plan, place_tables
+from export.progress import silent
 from export.source import read_collection
 from export.state import PlacedTable, build_mch_state, map_state, write_state
 from export.trace import load_exported, trace_shard
@@ -87,7 +88,7 @@ def build_workbench(num_ids: int, folder: Path) -> Workbench:
     routing, placements = place_tables(source, Plan(shards=1))[table.name]
     placed = PlacedTable(source=table, routing=routing, placements=placements, unknown=Unknown.TRAINING)
     path = folder / f"remap_{num_ids}.safetensors"
-    write_state(path, build_mch_state(0, 1, [placed], DIM))
+    write_state(path, build_mch_state(0, 1, [placed], DIM), silent)
     program = trace_shard(managed=True, dim=DIM)
     return _set_up(module, load_exported(program.exported), map_state(path, program.state_names))
 
