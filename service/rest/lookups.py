@@ -91,13 +91,15 @@ _INFER_EXAMPLE = {
 }
 
 
-def lookup_routes(plane: Plane, bodies: BodyReader, offload: Offload, packing: Offload) -> APIRouter:
+def lookup_routes(
+    plane: Plane, bodies: BodyReader, offload: Offload, packing: Offload, *, max_stall_s: float
+) -> APIRouter:
     """Routes that answer lookups over ``plane``.
 
     Bodies are read here and not by FastAPI: a permit is taken before the first byte, and ids must be exact.
     """
     router = APIRouter(responses=_ERRORS)
-    lookups = _Lookups(plane, bodies, offload, packing)
+    lookups = _Lookups(plane, bodies, offload, packing, max_stall_s)
 
     @router.post(
         "/v1/collections/{name}:lookup",
@@ -129,11 +131,14 @@ def lookup_routes(plane: Plane, bodies: BodyReader, offload: Offload, packing: O
 class _Lookups:
     """Convert, await, convert."""
 
-    def __init__(self, plane: Plane, bodies: BodyReader, offload: Offload, packing: Offload) -> None:
+    def __init__(
+        self, plane: Plane, bodies: BodyReader, offload: Offload, packing: Offload, max_stall_s: float
+    ) -> None:
         self._plane = plane
         self._bodies = bodies
         self._offload = offload
         self._packing = packing
+        self._max_stall_s = max_stall_s
 
     async def people(self, request: Request, name: str) -> Response:
         exchange = begin(request, "rest_lookup")
@@ -169,7 +174,7 @@ class _Lookups:
             pieces = await self._packing.run(nbytes, pack, pieces, coding)
             headers |= {"Content-Encoding": coding, "Vary": "Accept-Encoding"}
         media_type = "application/octet-stream" if LENGTH_HEADER in headers else "application/json"
-        return PiecesResponse(pieces, headers=headers, media_type=media_type)
+        return PiecesResponse(pieces, headers=headers, media_type=media_type, max_stall_s=self._max_stall_s)
 
 
 def _json_work(reply: LookupReply) -> int:

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from starlette.background import BackgroundTask
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from service.rest.exchange import ClientGone
 
 PIECE_BYTES = 1 << 20
 """The server waits for the client after each piece, so that a slow one does not make it hold the whole reply twice."""
@@ -26,6 +27,7 @@ class PiecesResponse(Response):
         pieces: The body, in order; buffers of bytes.
         headers: Extra headers.
         media_type: Content type.
+        max_stall_s: Longest wait for the client to take a piece.
     """
 
     def __init__(
@@ -34,25 +36,38 @@ class PiecesResponse(Response):
         *,
         headers: Mapping[str, str],
         media_type: str,
-        background: BackgroundTask | None = None,
+        max_stall_s: float,
     ) -> None:
         self._pieces = pieces
         self.status_code = 200
         self.media_type = media_type
-        self.background = background
+        self._max_stall_s = max_stall_s
+        self.background = None
         self.body = b""
         self.init_headers({**headers, "content-length": str(sum(map(len, pieces)))})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI signature
-        """Send the pieces; returns when the last has gone out, or the client has."""
+        """Send the pieces; returns when the last has gone out, or the client has.
+
+        Raises:
+            ClientGone: The client has not taken a piece for too long.
+        """
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for piece in self._pieces:
             for start in range(0, len(piece), PIECE_BYTES):
                 part = piece[start : start + PIECE_BYTES]
-                await send({"type": "http.response.body", "body": part, "more_body": True})
+                await self._send(send, part, more=True)
                 await asyncio.sleep(0)  # lets the loop see that the client has gone, and serve others
         # An empty last part: the server drains what it holds before it takes one more.
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._send(send, b"", more=False)
+
+    async def _send(self, send: Send, part: bytes | memoryview, *, more: bool) -> None:
+        try:
+            async with asyncio.timeout(self._max_stall_s):
+                await send({"type": "http.response.body", "body": part, "more_body": more})
+        except TimeoutError as exc:
+            # Without an end to it, a client that never reads would keep its permit for ever.
+            raise ClientGone from exc
 
 
 def array_bytes(array: NDArray[Any]) -> memoryview:

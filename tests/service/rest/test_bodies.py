@@ -332,6 +332,20 @@ async def test_a_body_that_comes_too_slowly_is_given_up():
         assert edges.count("rest_infer", DeadlineExceeded.code) == 1
 
 
+async def test_a_client_that_never_reads_its_reply_is_given_up():
+    plane = FakePlane()
+    count = 800_000
+    head = HEAD.replace(b"24", str(8 * count).encode()).replace(b"[3]", b"[%d]" % count)
+    head = head.replace(b'{"inputs"', b'{"parameters":{"binary_data_output":true},"inputs"')
+    body = head + bytes(8 * count) + LENGTHS
+    async with serve_edges(plane, Settings(max_timeout_s=0.3)) as edges, Wire(edges) as wire:
+        await wire.start(Content_Length=len(body), Inference_Header_Content_Length=len(head))
+        await wire.send(body)
+        await until(lambda: edges.count("rest_infer", "ok") == 1)
+        assert plane.admission.inflight_requests == 1
+        await until(lambda: plane.admission.inflight_requests == 0)
+
+
 async def test_tensors_are_aligned_and_used_where_they_lie(edges, plane):
     for extra in range(8):
         head = HEAD + b" " * extra
