@@ -13,7 +13,7 @@ from export.contract import UserError
 
 
 def serve(
-    repo: Annotated[Path, typer.Argument(help="Model repository that `kjtserve export` wrote.")],
+    repo: Annotated[Path, typer.Argument(metavar="REPO", help="Model repository that `kjtserve export` wrote.")],
     http_port: Annotated[int | None, typer.Option(help="HTTP port (default 8080; 0 takes a free one).")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="gRPC port (default 8081; 0 takes a free one).")] = None,
     shards: Annotated[
@@ -36,7 +36,7 @@ def serve(
 
 
 def lookup(
-    collection: Annotated[str, typer.Argument(help="Name of the collection.")],
+    collection: Annotated[str, typer.Argument(metavar="COLLECTION", help="Name of the collection.")],
     feature: Annotated[
         list[str],
         typer.Option(

@@ -106,3 +106,14 @@ def stack(cases, tmp_path_factory) -> Serving:
     repo, _ = cases
     with serve(repo, tmp_path_factory.mktemp("log") / "serve.log") as serving:
         yield serving
+
+
+@pytest.fixture(scope="session")
+def clicks(tmp_path_factory) -> tuple[Serving, Case]:
+    """A small stack for tests that count, kill or refuse: ``clicks`` and ``ratings``, two shards each."""
+    folder = tmp_path_factory.mktemp("clicks")
+    module, evicted = trained_with_evictions({"user": 60, "item": 40}, {"user": ["user"], "item": ["item"]})
+    manifest = export_collection(module, folder / "repo", name="clicks", num_shards=2)
+    export_collection(module, folder / "repo", name="ratings", num_shards=2)
+    with serve(folder / "repo", folder / "serve.log") as serving:
+        yield serving, Case("clicks", module, manifest, evicted)

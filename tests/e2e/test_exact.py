@@ -16,7 +16,7 @@ PROTOCOLS = {"http": triton_http, "grpc": triton_grpc}
 OUTPUTS = ("embeddings", "row_ids", "hits", "output_lengths")
 
 
-def infer(client, api, model, keys, values, lengths, *, outputs=OUTPUTS, int32=False, **options):
+def infer(client, api, model, keys, values, lengths, *, outputs=OUTPUTS, int32=False, **options):  # noqa: PLR0917
     number = np.int32 if int32 else np.int64
     arrays = [
         ("values", np.asarray(values, dtype=number), "INT32" if int32 else "INT64"),

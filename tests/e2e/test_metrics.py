@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from export import export_collection
 from service.console import ask
-from tests.e2e.conftest import Case, trained_with_evictions
-from tests.e2e.serving import serve, until
+from tests.e2e.serving import until
 from tests.modules import map_of
 
 pytestmark = pytest.mark.e2e
@@ -40,18 +38,8 @@ def total(samples, name: str, **labels: str) -> float:
     return sum(value for (found, having), value in samples.items() if found == name and wanted <= having)
 
 
-@pytest.fixture(scope="module")
-def quiet(tmp_path_factory):
-    """A stack of its own, so that nobody else's requests are counted."""
-    folder = tmp_path_factory.mktemp("metrics")
-    module, evicted = trained_with_evictions({"user": 60, "item": 40}, {"user": ["user"], "item": ["item"]})
-    manifest = export_collection(module, folder / "repo", name="clicks", num_shards=2)
-    with serve(folder / "repo", folder / "serve.log") as serving:
-        yield serving, Case("clicks", module, manifest, evicted)
-
-
-def test_promtool_accepts_both_pages(quiet):
-    serving, _ = quiet
+def test_promtool_accepts_both_pages(clicks):
+    serving, _ = clicks
     for url in (f"{serving.http_url}/metrics", serving.triton_metrics):
         with urllib.request.urlopen(url, timeout=10) as response:
             page = response.read()
@@ -61,8 +49,8 @@ def test_promtool_accepts_both_pages(quiet):
         assert done.returncode in {0, 3}, done.stderr.decode()  # 3: Triton's own names break a naming habit
 
 
-def test_counters_hold_what_follows_from_the_requests(quiet):
-    serving, case = quiet
+def test_counters_hold_what_follows_from_the_requests(clicks):
+    serving, case = clicks
     known_users, known_items = (list(map_of(case.module, table))[:5] for table in ("user", "item"))
     gone = case.evicted["user"][0]
     requests = [
@@ -99,8 +87,10 @@ def test_counters_hold_what_follows_from_the_requests(quiet):
     assert front("kjtserve_batch_ids_sum") == 11
     assert total(after_front, "kjtserve_inflight_requests") == 0
     assert total(after_front, "kjtserve_version", collection="clicks") == 1
-    assert total(after_front, "kjtserve_version_created_timestamp_seconds") == case.manifest.created_s
-    assert total(after_front, "kjtserve_version_switches_total", result="ok") == 1
+    assert (
+        total(after_front, "kjtserve_version_created_timestamp_seconds", collection="clicks") == case.manifest.created_s
+    )
+    assert total(after_front, "kjtserve_version_switches_total", collection="clicks", result="ok") == 1
     until(lambda: shard("kjtserve_remap_ids_total") == 10, 5, "remap_ids_total adds up to the unique ids sent")
     assert shard("kjtserve_remap_ids_total", table="user", outcome="hit") == 2
     assert shard("kjtserve_remap_ids_total", table="user", outcome="unknown") == 4
@@ -108,10 +98,10 @@ def test_counters_hold_what_follows_from_the_requests(quiet):
     assert shard("kjtserve_remap_ids_total", table="item", outcome="unknown") == 1
 
 
-def test_occupancy_equals_the_modules_own_count(quiet):
-    serving, case = quiet
+def test_occupancy_equals_the_modules_own_count(clicks):
+    serving, case = clicks
     samples = scrape(serving.triton_metrics)
     open_slots = case.module._managed_collision_collection.open_slots()
     for table in ("user", "item"):
-        assert total(samples, "kjtserve_zch_open_slots", table=table) == int(open_slots[table])
-        assert total(samples, "kjtserve_zch_rows", table=table) == len(map_of(case.module, table))
+        assert total(samples, "kjtserve_zch_open_slots", collection="clicks", table=table) == int(open_slots[table])
+        assert total(samples, "kjtserve_zch_rows", collection="clicks", table=table) == len(map_of(case.module, table))
