@@ -26,7 +26,7 @@ from export.contract import (
     shard_dir,
     shard_model_name,
 )
-from export.contract.layout import PROGRAM_FILE, RUNTIME_FILE, STATE_FILE, TORCHSCRIPT_FILE
+from export.contract.layout import BYTECODE_GUARD, PROGRAM_FILE, RUNTIME_FILE, STATE_FILE, TORCHSCRIPT_FILE
 from export.input_hash import InputHashFiles
 from export.progress import Progress
 from export.publish import write_file
@@ -107,6 +107,7 @@ def _write_shard(place: Path, program: ShardProgram, state: ShardState, on_progr
     yield write_state(place / STATE_FILE, state, on_progress)
     runtime = importlib.resources.files("model_repo") / RUNTIME_FILE
     yield write_file(place / RUNTIME_FILE, runtime.read_bytes())
+    yield write_file(place / BYTECODE_GUARD, b"")
 
 
 def _describe_table(order: VersionOrder, table: PlacedTable) -> Table:

@@ -28,6 +28,9 @@ PROGRAM_FILE = "shard.pt2"
 TORCHSCRIPT_FILE = "model.pt"
 RUNTIME_FILE = "model.py"
 CONFIG_FILE = "config.pbtxt"
+BYTECODE_GUARD = "__pycache__"
+"""An empty file where Python would make a directory: a shard's directory must never change, or Triton takes a version
+that is being served for a modified one and reloads its process when the next version is loaded."""
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,62}")
 _SHARD_SUFFIX = re.compile(r".*_shard_\d+")

@@ -131,7 +131,7 @@ def test_verify_says_what_it_compared(kjtserve):
     status, out, err = kjtserve("verify", "repo", "--against", "training_job:managed")
     assert (status, err) == (0, "")
     assert re.search(
-        r"clicks version 1 is whole and answers as training_job:managed does: 4 files .*, [\d,]+ ids compared", out
+        r"clicks version 1 is whole and answers as training_job:managed does: 5 files .*, [\d,]+ ids compared", out
     )
 
 
