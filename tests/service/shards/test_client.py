@@ -1,0 +1,170 @@
+"""One call to one shard, over a real socket to a server that answers what it is told to."""
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+
+import grpc
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from service.errors import ErrorCode
+from service.shards import GrpcShardClient, ShardFailed, ShardRequest
+
+
+class Server(service_pb2_grpc.GRPCInferenceServiceServicer):
+    def __init__(self, answer):
+        self.answer, self.seen, self.cancelled = answer, [], 0
+
+    async def ModelInfer(self, request, context):  # noqa: N802
+        self.seen.append(request)
+        try:
+            return await self.answer(request, context)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+
+@asynccontextmanager
+async def shard(answer):
+    servicer, server = Server(answer), grpc.aio.server()
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    client = GrpcShardClient(f"127.0.0.1:{port}")
+    try:
+        yield client, servicer
+    finally:
+        await client.close()
+        await server.stop(0)
+
+
+def ask(**changes):
+    fields = {
+        "model": "clicks_shard_0",
+        "base": 3,
+        "version": 4,
+        "ids_N": np.array([7, -7], dtype=np.int64),
+        "table_lengths_T": np.array([2], dtype=np.int64),
+        "want_row_ids": True,
+        "want_hits": True,
+    }
+    return ShardRequest(**(fields | changes))
+
+
+def reply(rows=2, *, leave_out=(), cut=0):
+    message = service_pb2.ModelInferResponse()
+    arrays = {
+        "embeddings": np.arange(rows * 3, dtype=np.float32).reshape(rows, 3),
+        "row_ids": np.arange(rows, dtype=np.int64),
+        "hits": np.ones(rows, dtype=np.bool_),
+    }
+    for name, array in arrays.items():
+        if name not in leave_out:
+            message.outputs.add(name=name, shape=array.shape)
+            content = array.tobytes()
+            message.raw_output_contents.append(content[: len(content) - cut])
+    return message
+
+
+def always(message):
+    async def answer(request, context):
+        return message
+
+    return answer
+
+
+def fails(status, details):
+    async def answer(request, context):
+        await context.abort(status, details)
+
+    return answer
+
+
+async def test_a_request_names_model_base_version_and_only_the_wanted_outputs():
+    async with shard(always(reply())) as (client, server):
+        answer = await client.lookup(ask(want_hits=False), timeout_s=5)
+    (seen,) = server.seen
+    assert (seen.model_name, seen.model_version) == ("clicks_shard_0", "3")
+    assert [output.name for output in seen.outputs] == ["embeddings", "row_ids"]
+    sent = {i.name: np.frombuffer(raw, np.int64) for i, raw in zip(seen.inputs, seen.raw_input_contents, strict=True)}
+    assert sent["ids"].tolist() == [7, -7]
+    assert sent["table_lengths"].tolist() == [2]
+    assert sent["version"].tolist() == [4]
+    assert answer.hits_N is None
+    assert np.array_equal(answer.embeddings_ND, np.arange(6, dtype=np.float32).reshape(2, 3))
+
+
+async def test_no_ids_are_an_ordinary_request():
+    async with shard(always(reply(0))) as (client, _):
+        empty = ask(ids_N=np.empty(0, np.int64), table_lengths_T=np.zeros(1, np.int64))
+        assert (await client.lookup(empty, timeout_s=5)).embeddings_ND.shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (reply(3), "3"),
+        (reply(leave_out={"hits"}), "hits"),
+        (reply(leave_out={"embeddings"}), "embeddings"),
+        (reply(cut=3), "malformed"),
+    ],
+    ids=["too many rows", "no hits", "no embeddings", "cut"],
+)
+async def test_a_reply_that_does_not_fit_the_request_is_a_bug_not_an_answer(message, words):
+    async with shard(always(message)) as (client, _):
+        with pytest.raises(ShardFailed, match=words) as failure:
+            await client.lookup(ask(), timeout_s=5)
+    assert failure.value.code is ErrorCode.INTERNAL
+
+
+@pytest.mark.parametrize("status", [status for status in grpc.StatusCode if status is not grpc.StatusCode.OK])
+async def test_every_status_becomes_a_failure_of_ours(status):
+    async with shard(fails(status, "why")) as (client, _):
+        with pytest.raises(ShardFailed) as failure:
+            await client.lookup(ask(), timeout_s=5)
+    expected = {
+        grpc.StatusCode.DEADLINE_EXCEEDED: ErrorCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.INVALID_ARGUMENT: ErrorCode.INTERNAL,
+        grpc.StatusCode.RESOURCE_EXHAUSTED: ErrorCode.OVERLOADED,
+    }
+    assert failure.value.code is expected.get(status, ErrorCode.UNAVAILABLE)
+    assert not failure.value.process_died
+
+
+async def test_a_dead_model_process_is_told_from_a_server_that_is_away():
+    async with shard(fails(grpc.StatusCode.INTERNAL, "Stub process 'x' is not healthy.")) as (client, _):
+        with pytest.raises(ShardFailed) as failure:
+            await client.lookup(ask(), timeout_s=5)
+    assert failure.value.process_died
+    gone = GrpcShardClient("127.0.0.1:1")
+    with pytest.raises(ShardFailed) as failure:
+        await gone.lookup(ask(), timeout_s=5)
+    assert failure.value.code is ErrorCode.UNAVAILABLE
+    assert not failure.value.process_died
+    await gone.close()
+
+
+async def never(request, context):
+    await asyncio.sleep(3600)
+
+
+async def test_a_shard_that_does_not_answer_fails_at_the_deadline():
+    async with shard(never) as (client, _):
+        started = time.monotonic()
+        with pytest.raises(ShardFailed) as failure:
+            await client.lookup(ask(), timeout_s=0.05)
+        assert failure.value.code is ErrorCode.DEADLINE_EXCEEDED
+        assert time.monotonic() - started < 2
+
+
+async def test_cancelling_the_call_cancels_it_on_the_shard():
+    async with shard(never) as (client, server):
+        task = asyncio.create_task(client.lookup(ask(), timeout_s=60))
+        async with asyncio.timeout(5):
+            while not server.seen:
+                await asyncio.sleep(0.002)
+            task.cancel()
+            while not server.cancelled:
+                await asyncio.sleep(0.002)
