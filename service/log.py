@@ -54,7 +54,9 @@ def configure_logging(json: bool, level: str) -> None:
     )
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(number)
+    # Libraries speak up from a warning on: FBGEMM alone tells of every shared library that it loads.
+    root.setLevel(max(number, logging.WARNING))
+    logging.getLogger("service").setLevel(number)
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         logger = logging.getLogger(name)
         logger.handlers.clear()

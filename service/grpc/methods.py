@@ -57,9 +57,12 @@ class Methods:
         return _serialize(pb.ServerReadyResponse(ready=self._plane.readiness().ready))
 
     async def model_ready(self, message: Any, context: grpc.aio.ServicerContext) -> bytes:  # noqa: ARG002
-        """Whether every shard of a collection answers."""
-        readiness = self._plane.readiness(message.name, read_version(message.version))
-        return _serialize(pb.ModelReadyResponse(ready=readiness.ready))
+        """Whether every shard of a collection answers; one that is not served is not ready, as Triton says of it."""
+        try:
+            ready = self._plane.readiness(message.name, read_version(message.version)).ready
+        except NotFound:
+            ready = False
+        return _serialize(pb.ModelReadyResponse(ready=ready))
 
     async def server_metadata(self, message: Any, context: grpc.aio.ServicerContext) -> bytes:  # noqa: ARG002
         """Name, version, extensions."""

@@ -25,7 +25,7 @@ def lines(capsys):
 
 def test_json_lines_carry_the_request_id(capsys):
     configure_logging(json=True, level="info")
-    log = structlog.get_logger("test")
+    log = structlog.get_logger("service.test")
     with request_context("first"):
         log.info("inside", size=3)
         rename_request("second")
@@ -46,21 +46,21 @@ def test_a_traceback_stays_on_one_line(capsys):
     try:
         [].pop()
     except IndexError:
-        structlog.get_logger("test").exception("crashed")
+        structlog.get_logger("service.test").exception("crashed")
     (line,) = lines(capsys)
     assert "IndexError: pop from empty list" in line["exception"]
 
 
 def test_the_level_holds_for_both_libraries(capsys):
     configure_logging(json=True, level="warning")
-    structlog.get_logger("test").info("quiet")
+    structlog.get_logger("service.test").info("quiet")
     logging.getLogger("uvicorn.access").info("quiet")
     assert lines(capsys) == []
 
 
 def test_text_is_for_people(capsys):
     configure_logging(json=False, level="debug")
-    structlog.get_logger("test").debug("hello", size=3)
+    structlog.get_logger("service.test").debug("hello", size=3)
     text = capsys.readouterr().err
     assert "hello" in text
     assert "size" in text
