@@ -2,13 +2,15 @@
 
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from statistics import median
 
 from rich.table import Table
 
-PACKAGES = ("kjtserve", "torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec")
+PACKAGES = ("kjtserve", "torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec", "nvidia-pytriton")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -21,7 +23,7 @@ class Comparison:
     baseline: str
     contender: str
     unit: str
-    """What both numbers count, e.g. ``ns/id``; smaller is better."""
+    """What both numbers count, e.g. ``ns/id wall``; smaller is better."""
     baseline_rounds: tuple[float, ...]
     """Of each round, in ``unit``."""
     contender_rounds: tuple[float, ...]
@@ -41,22 +43,66 @@ class Comparison:
         return None if self.target is None else self.ratio <= self.target
 
 
-def render(comparisons: list[Comparison], *, caption: str) -> Table:
-    """Lay the comparisons out for a terminal: medians, ratio, target; the caption says what was held fixed."""
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Measurement:
+    """One figure of the stack that nothing stands beside."""
+
+    workload: str
+    setting: str
+    subject: str
+    """What was measured."""
+    unit: str
+    """What the number counts; smaller is better."""
+    rounds: tuple[float, ...]
+    """Of each round, in ``unit``."""
+    target: float | None = None
+    """What has to be reached, at most, in ``unit``; None: there is no target."""
+
+    @property
+    def value(self) -> float:
+        """Median over the rounds."""
+        return median(self.rounds)
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the value is within the target; None without one."""
+        return None if self.target is None else self.value <= self.target
+
+
+def render(comparisons: Sequence[Comparison], measurements: Sequence[Measurement] = (), *, caption: str) -> Table:
+    """Lay the results out for a terminal: medians, ratios, targets; the caption says what was held fixed.
+
+    Comparisons that differ in their unit only, one after the other, share a row.
+    """
     table = Table(title="medians over rounds, both sides in turn in the same run", caption=caption, show_lines=True)
-    for heading in ("workload", "baseline", "contender"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("ratio", "target"):
-        table.add_column(heading, justify="right")
-    for row in comparisons:
+    table.add_column("workload", overflow="fold")
+    table.add_column("unit", no_wrap=True)
+    for heading in ("baseline", "contender", "ratio"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("target", no_wrap=True)
+    for name, group in groupby(comparisons, key=_name):
+        rows = list(group)
         table.add_row(
-            f"{row.workload}\n{row.setting}",
-            f"{row.baseline}\n{median(row.baseline_rounds):.1f} {row.unit}",
-            f"{row.contender}\n{median(row.contender_rounds):.1f} {row.unit}",
-            f"{row.ratio:.3f}",
-            "" if row.target is None else f"≤ {row.target:.2f}\n{'met' if row.met else 'MISSED'}",
+            name,
+            "\n".join(row.unit for row in rows),
+            "\n".join(f"{median(row.baseline_rounds):.1f}" for row in rows),
+            "\n".join(f"{median(row.contender_rounds):.1f}" for row in rows),
+            "\n".join(f"{row.ratio:.3f}" for row in rows),
+            "\n".join("" if row.target is None else f"≤ {row.target:.2f} {_verdict(row.met)}" for row in rows),
         )
+    for figure in measurements:
+        target = "" if figure.target is None else f"≤ {figure.target:g} {_verdict(figure.met)}"
+        name = f"{figure.workload}: {figure.setting}\n{figure.subject}"
+        table.add_row(name, figure.unit, "", f"{figure.value:.1f}", "", target)
     return table
+
+
+def _name(row: Comparison) -> str:
+    return f"{row.workload}: {row.setting}\n{row.contender} against {row.baseline}"
+
+
+def _verdict(met: bool | None) -> str:
+    return "met" if met else "MISSED"
 
 
 def machine() -> dict[str, object]:
@@ -71,10 +117,12 @@ def machine() -> dict[str, object]:
     return {"architecture": platform.machine(), "cpus": cpus, "python": platform.python_version(), "packages": versions}
 
 
-def as_document(comparisons: list[Comparison], *, notes: list[str]) -> dict[str, object]:
-    """Everything measured, for JSON: every round of both sides beside the medians, and what was held fixed."""
+def as_document(
+    comparisons: Sequence[Comparison], measurements: Sequence[Measurement] = (), *, notes: Sequence[str]
+) -> dict[str, object]:
+    """Everything measured, for JSON: every round beside the medians, and what was held fixed."""
     return {
-        "notes": notes,
+        "notes": list(notes),
         "machine": machine(),
         "comparisons": [
             asdict(row)
@@ -86,4 +134,5 @@ def as_document(comparisons: list[Comparison], *, notes: list[str]) -> dict[str,
             }
             for row in comparisons
         ],
+        "measurements": [asdict(row) | {"value": row.value, "met": row.met} for row in measurements],
     }

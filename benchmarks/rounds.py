@@ -2,10 +2,24 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
+
+_QUIET_S = 0.002
+_QUIET_CPU_S = 0.0005
+_QUIET_TRIES = 50
+
+
+@dataclass(kw_only=True, slots=True)
+class Spent:
+    """What a contender took for all requests of a round."""
+
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    """By all threads of this process."""
 
 
 class WrongAnswerError(Exception):
@@ -19,8 +33,10 @@ def alternate(
     rounds: int,
     same: Callable[[Answer, Answer], bool],
     advance: Callable[[], None] = lambda: None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, list[float]]:
+    wall_clock: Callable[[], float] = time.perf_counter,
+    cpu_clock: Callable[[], float] = time.process_time,
+    settle: Callable[[], None] = lambda: None,
+) -> dict[str, list[Spent]]:
     """Time each contender on the same requests, ``rounds`` times over.
 
     Within a round the contenders take their turns request by request, so that a busy neighbour slows all of them, and
@@ -33,30 +49,46 @@ def alternate(
         rounds: How many rounds are counted.
         same: Whether two answers are equal; called outside the timed part, on every request.
         advance: Called after each round, the warm-up included.
-        clock: Seconds.
+        wall_clock: Seconds.
+        cpu_clock: Seconds of all threads.
+        settle: Called before each request; ``await_quiet`` where contenders use several threads.
 
     Returns:
-        Seconds of each counted round, all requests together, by contender.
+        What each counted round took, all requests together, by contender.
 
     Raises:
         WrongAnswerError: An answer differs from the baseline's.
     """
     names = list(contenders)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    rounds_of: dict[str, list[Spent]] = {name: [] for name in names}
     for round_number in range(rounds + 1):
-        spent = dict.fromkeys(names, 0.0)
+        spent = {name: Spent() for name in names}
         for number, request in enumerate(draw(round_number)):
             turn = (round_number + number) % len(names)
             answers = {}
             for name in names[turn:] + names[:turn]:
-                start = clock()
+                settle()
+                wall_s, cpu_s = wall_clock(), cpu_clock()
                 answers[name] = contenders[name](request)
-                spent[name] += clock() - start
+                spent[name].cpu_s += cpu_clock() - cpu_s
+                spent[name].wall_s += wall_clock() - wall_s
             for name in names[1:]:
                 if not same(answers[names[0]], answers[name]):
                     raise WrongAnswerError(f"{name}: answers request {number} otherwise than {names[0]}")
         if round_number:
             for name in names:
-                seconds[name].append(spent[name])
+                rounds_of[name].append(spent[name])
         advance()
-    return seconds
+    return rounds_of
+
+
+def await_quiet() -> None:
+    """Wait until no thread of this process computes, or a moment has passed.
+
+    OpenMP's threads spin for milliseconds after a call that used them, and would be charged to the call after it.
+    """
+    for _ in range(_QUIET_TRIES):
+        before_s = time.process_time()
+        time.sleep(_QUIET_S)
+        if time.process_time() - before_s < _QUIET_CPU_S:
+            return

@@ -5,7 +5,8 @@ import torch
 from typer import Typer
 from typer.testing import CliRunner
 
-from benchmarks import cli, remap
+from benchmarks import cli, remap, start
+from benchmarks.report import Measurement
 from export.contract import UserError
 
 NUM_IDS = 3000
@@ -46,27 +47,56 @@ def test_calls_hold_the_stated_mix_and_differ_between_rounds(bench):
 
 
 @pytest.mark.usefixtures("short_calls")
-def test_run_measures_every_round_and_puts_the_threads_back(monkeypatch):
+def test_run_measures_every_round_by_both_clocks_and_puts_the_threads_back(monkeypatch):
     monkeypatch.setattr(remap, "TARGET_MAP_SIZE", NUM_IDS)
     before, steps = torch.get_num_threads(), []
-    comparisons = remap.run(NUM_IDS, rounds=5, advance=lambda: steps.append(1))
+    comparisons = remap.run(NUM_IDS, rounds=5, on_progress=lambda *told: steps.append(told))
     assert torch.get_num_threads() == before
-    assert len(steps) == remap.num_steps(5)
-    assert len(comparisons) == 2 * len(remap.thread_counts())
+    total = remap.num_steps(5)
+    assert steps == [("remap, 0.003 M ids", done, total) for done in range(total + 1)]
+    assert len(comparisons) == 4 * len(remap.thread_counts())
     assert all(len(row.baseline_rounds) == len(row.contender_rounds) == 5 for row in comparisons)
-    assert [row.target for row in comparisons if row.workload == "remap"] == [0.2] * len(remap.thread_counts())
+    assert all(min(row.baseline_rounds + row.contender_rounds) > 0 for row in comparisons)
+
+
+@pytest.mark.usefixtures("short_calls")
+def test_cost_is_judged_by_cpu_time_everywhere_and_by_wall_time_at_one_thread(monkeypatch):
+    monkeypatch.setattr(remap, "TARGET_MAP_SIZE", NUM_IDS)
+    monkeypatch.setattr(remap, "thread_counts", lambda: (1, 2))
+    targets = {
+        (row.setting[-9:].strip(" ,"), row.unit): row.target
+        for row in remap.run(NUM_IDS, rounds=5)
+        if row.workload == "remap"
+    }
+    assert targets == {
+        ("1 thread", "ns/id wall"): 0.2,
+        ("1 thread", "ns/id CPU"): 0.2,
+        ("2 threads", "ns/id wall"): None,
+        ("2 threads", "ns/id CPU"): 0.2,
+    }
+
+
+def a_start(rows, *, on_progress):
+    on_progress("starting the shard", 1, 1)
+    return [
+        Measurement(workload="start", setting=f"{rows} rows", subject="first answer", unit="s", rounds=(1.0,), target=6)
+    ]
 
 
 @pytest.mark.usefixtures("short_calls")
 def test_command_prints_a_table_and_writes_every_figure(tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "QUICK_MAP_SIZES", (NUM_IDS,))
+    monkeypatch.setattr(start, "run", a_start)
     app = Typer()
     app.command()(cli.bench)
     path = tmp_path / "deep" / "bench.json"
     result = CliRunner().invoke(app, ["--quick", "--rounds", "5", "--json", str(path)], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert "hash lookup" in result.stdout
-    assert len(json.loads(path.read_text())["comparisons"]) == 2 * len(remap.thread_counts())
+    assert f"start: {start.QUICK_ROWS} rows" in result.stdout
+    document = json.loads(path.read_text())
+    assert len(document["comparisons"]) == 4 * len(remap.thread_counts())
+    assert len(document["measurements"]) == 1
 
 
 def test_a_json_path_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch):

@@ -1,18 +1,23 @@
 import operator
+import threading
+import time
 
 import pytest
 
-from benchmarks.rounds import WrongAnswerError, alternate
+from benchmarks.rounds import Spent, WrongAnswerError, alternate, await_quiet
 
 
 class Clock:
-    """Seconds that pass only when a contender says so."""
+    """Seconds that pass only when a contender says so; the CPU's at twice the wall's speed."""
 
     def __init__(self):
         self.now = 0.0
 
-    def __call__(self):
+    def wall(self):
         return self.now
+
+    def cpu(self):
+        return 2 * self.now
 
     def contender(self, seconds, log, name):
         def ask(request):
@@ -21,6 +26,9 @@ class Clock:
             return request * 2
 
         return ask
+
+    def settle(self):
+        self.now += 100.0
 
 
 def test_every_contender_is_timed_on_the_same_requests_and_the_warm_up_is_not_counted():
@@ -32,8 +40,16 @@ def test_every_contender_is_timed_on_the_same_requests_and_the_warm_up_is_not_co
         drawn.append(round_number)
         return [10 * round_number, 10 * round_number + 1]
 
-    seconds = alternate(contenders, draw, rounds=3, same=operator.eq, clock=clock)
-    assert seconds == {"slow": [4.0, 4.0, 4.0], "fast": [1.0, 1.0, 1.0]}
+    spent = alternate(
+        contenders,
+        draw,
+        rounds=3,
+        same=operator.eq,
+        wall_clock=clock.wall,
+        cpu_clock=clock.cpu,
+        settle=clock.settle,
+    )
+    assert spent == {"slow": [Spent(wall_s=4.0, cpu_s=8.0)] * 3, "fast": [Spent(wall_s=1.0, cpu_s=2.0)] * 3}
     assert drawn == [0, 1, 2, 3]
     assert [request for name, request in log if name == "slow"] == [request for name, request in log if name == "fast"]
 
@@ -41,7 +57,7 @@ def test_every_contender_is_timed_on_the_same_requests_and_the_warm_up_is_not_co
 def test_who_goes_first_changes_with_every_request():
     clock, log = Clock(), []
     contenders = {name: clock.contender(1.0, log, name) for name in "abc"}
-    alternate(contenders, lambda _: range(3), rounds=1, same=operator.eq, clock=clock)
+    alternate(contenders, lambda _: range(3), rounds=1, same=operator.eq)
     first = [log[place][0] for place in range(0, len(log), 3)]
     assert first == ["a", "b", "c", "b", "c", "a"]
 
@@ -56,3 +72,24 @@ def test_a_wrong_answer_stops_the_measurement():
     contenders = {"right": lambda request: request, "wrong": lambda request: request + (request == 3)}
     with pytest.raises(WrongAnswerError, match="wrong: answers request 3 otherwise than right"):
         alternate(contenders, lambda _: range(5), rounds=5, same=operator.eq)
+
+
+def test_quiet_comes_when_the_last_thread_stops_computing():
+    stopped = threading.Event()
+
+    def spin():
+        end_s = time.thread_time() + 0.02
+        while time.thread_time() < end_s:
+            pass
+        stopped.set()
+
+    thread = threading.Thread(target=spin)
+    thread.start()
+    for _ in range(100):  # it gives up after a while, so on a busy machine once may not be enough
+        await_quiet()
+        if stopped.is_set():
+            break
+    thread.join()
+    before_s = time.process_time()
+    await_quiet()
+    assert time.process_time() - before_s < 0.02
