@@ -7,7 +7,8 @@
         1/                         appears by one atomic rename, immutable from then on
           manifest.json            the completeness marker: written last, checksums of everything beside it
           input_hash_0.pt2         only if the module has an input_hash_func
-          shard_0/                 model.py, shard.pt2, model.pt, state.safetensors
+          shard_0/                 model.py, shard.pt2, model.pt, state.safetensors,
+                                   __pycache__ (an empty file, see BYTECODE_GUARD)
           shard_1/
       clicks_shard_0/              what Triton loads
         config.pbtxt               the same for every version

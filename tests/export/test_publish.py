@@ -36,7 +36,8 @@ def test_the_layout_is_tritons(tmp_path):
         link = tmp_path / shard.model / "1"
         assert str(link.readlink()) == f"../clicks/1/shard_{shard.index}"
         held = {path.name for path in link.iterdir()}
-        assert held == {"model.py", "shard.pt2", "model.pt", "state.safetensors"}
+        assert held == {"model.py", "shard.pt2", "model.pt", "state.safetensors", "__pycache__"}
+        assert (link / "__pycache__").read_bytes() == b""
     listed = {file.path for file in manifest.files}
     assert listed == {
         str(path.relative_to(tmp_path / "clicks" / "1"))

@@ -47,7 +47,7 @@ def forge_state(directory, shard, change):
 def test_a_sound_version_passes_and_is_counted(tmp_path, published):
     report = verify_version(tmp_path, "c", published[0])
     manifest = read_manifest(tmp_path, "c", 1)
-    assert (report.collection, report.version, report.files) == ("c", 1, 8)
+    assert (report.collection, report.version, report.files) == ("c", 1, 10)
     assert report.bytes == sum(file.size_bytes for file in manifest.files)
     assert report.ids > 10_000
 
