@@ -8,6 +8,7 @@ version's files.
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -134,9 +135,13 @@ def _clear_leftovers(repo: Path, collection: str) -> None:
     """Remove staging directories, and links to versions that never appeared; their exporter is dead, we hold its lock."""
     for staging in (repo / collection).glob(f"{_STAGING}*"):
         shutil.rmtree(staging)
-    for link in repo.glob(f"{collection}_shard_*/*"):
-        if link.is_symlink() and not link.exists():
-            link.unlink()
+    # Not a glob: `clicks_shard_*` also matches the models of a collection named clicks_shard_x, whose lock we do not hold.
+    model = re.compile(re.escape(collection) + r"_shard_\d+")
+    for directory in repo.iterdir():
+        if model.fullmatch(directory.name) and directory.is_dir():
+            for link in directory.iterdir():
+                if link.is_symlink() and not link.exists():
+                    link.unlink()
 
 
 def _sync(directory: Path) -> None:

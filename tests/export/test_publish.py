@@ -117,6 +117,16 @@ def test_what_a_killed_export_left_is_cleared_by_the_next(tmp_path):
         assert tree(tmp_path) == before
 
 
+def test_links_of_a_collection_with_a_longer_name_are_left_alone(tmp_path):
+    """The other exporter may be between its links and its rename."""
+    links = [tmp_path / model / "1" for model in ("clicks_shard_x_shard_0", "clicksXshard_0", "clicks_shard_0_shard_1")]
+    for link in links:
+        link.parent.mkdir()
+        link.symlink_to("../elsewhere/1/shard_0")
+    with lock_collection(tmp_path, "clicks"):
+        assert all(link.is_symlink() for link in links)
+
+
 KILLED = """
 import os, signal, sys
 import export.publish
