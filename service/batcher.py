@@ -53,9 +53,16 @@ class Batcher(Generic[Item, Reply]):
         self._queue: deque[Entry[Item, Reply]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._scheduled = False
+        self._closed = False
 
     async def submit(self, item: Item, *, weight: int) -> Reply:
-        """Queue one item and wait for its reply; cancelling the wait drops the item."""
+        """Queue one item and wait for its reply; cancelling the wait drops the item.
+
+        Raises:
+            CancelledError: The batcher is closed.
+        """
+        if self._closed:
+            raise asyncio.CancelledError("the batcher is closed")
         loop = asyncio.get_running_loop()
         entry: Entry[Item, Reply] = Entry(item, weight, loop.create_future())
         self._queue.append(entry)
@@ -63,7 +70,11 @@ class Batcher(Generic[Item, Reply]):
         return await entry.reply
 
     async def close(self) -> None:
-        """Cancel what is under way and wait for it to end."""
+        """Cancel what waits and what is under way, and wait for it to end."""
+        self._closed = True
+        for entry in self._queue:
+            entry.reply.cancel()
+        self._queue.clear()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

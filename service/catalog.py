@@ -12,7 +12,16 @@ import structlog
 import torch
 from numpy.typing import NDArray
 
-from export.contract import Manifest, OutOfRange, Remap, Routing, Table, read_manifest, version_dir
+from export.contract import (
+    Manifest,
+    OutOfRange,
+    Remap,
+    RepositoryError,
+    Routing,
+    Table,
+    read_manifest,
+    version_dir,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -113,11 +122,6 @@ def _compile_table(table: Table, hashes: Mapping[str, InputHash]) -> ServedTable
 
 
 def _load_input_hash(path: Path) -> InputHash:
-    # A hash function is free to use FBGEMM's operators; they exist only once the package is imported.
-    import fbgemm_gpu  # noqa: F401
-
-    from export.contract import RepositoryError
-
     try:
         program = torch.export.load(path).module()
     except Exception as exc:

@@ -5,16 +5,23 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import structlog
+
 from service.admission import Admission, Permit
 from service.batcher import Batcher
 from service.catalog import ServedVersion
-from service.errors import DeadlineExceeded, InvalidArgument, LookupFailed, NotFound
+from service.errors import DeadlineExceeded, Internal, InvalidArgument, LookupFailed, NotFound
 from service.fanout import Pending
 from service.health import ShardHealth
 from service.metrics import Metrics
 from service.settings import Settings
 from service.types import CollectionInfo, CollectionStatistics, LookupReply, LookupRequest, Readiness
-from service.validate import Limits, validate
+from service.validate import Limits, ValidRequest, validate
+
+log = structlog.get_logger(__name__)
+
+VALIDATE_INLINE = 1 << 18
+"""Ids and lengths up to which a request is validated on the event loop."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,6 +79,14 @@ class DataPlane:
         self._metrics.version.labels(name).set(version)
         self._metrics.version_created.labels(name).set(served.version.created_s)
         self._metrics.version_switches.labels(name, "ok").inc()
+        for table in served.version.tables:
+            for counter in (
+                self._metrics.ids,
+                self._metrics.unique_ids,
+                self._metrics.hot_ids,
+                self._metrics.evictions,
+            ):
+                counter.labels(name, table.name)  # there from the start, at 0
 
     def drain(self) -> None:
         """Say not ready from now on, while still answering."""
@@ -92,10 +107,13 @@ class DataPlane:
         started = time.perf_counter_ns()
         try:
             reply, num_ids = await self._answer(collection, request, permit)
-        except LookupFailed:
+        except Exception as exc:
             collection.counts.fail += 1
             collection.counts.fail_ns += time.perf_counter_ns() - started
-            raise
+            if isinstance(exc, LookupFailed):
+                raise
+            log.exception("lookup_broken", collection=request.collection)
+            raise Internal(f"lookup failed: {exc!r}") from exc
         collection.counts.success += 1
         collection.counts.success_ns += time.perf_counter_ns() - started
         collection.counts.ids += num_ids
@@ -105,18 +123,24 @@ class DataPlane:
         served = self._pick(request.collection, collection, request.version)
         timeout_s = self._timeout(request.timeout_s)
         deadline = asyncio.get_running_loop().time() + timeout_s
-        valid = validate(request, served.version, self._limits)
+        valid = await self._validate(request, served.version)
         permit.grow(valid.reply_bytes)
         try:
             async with asyncio.timeout_at(deadline):
                 reply = await served.batcher.submit(
-                    Pending(valid=valid, deadline=deadline), weight=max(valid.num_ids, 1)
+                    Pending(valid=valid, timeout_s=timeout_s, deadline=deadline), weight=max(valid.num_ids, 1)
                 )
         except TimeoutError as exc:
             raise DeadlineExceeded(
                 f"not answered within {timeout_s:.3f} s; ask for fewer ids or give it longer"
             ) from exc
         return reply, valid.num_ids
+
+    async def _validate(self, request: LookupRequest, version: ServedVersion) -> ValidRequest:
+        size = request.values_N.size + request.lengths_FB.size
+        if size <= VALIDATE_INLINE:
+            return validate(request, version, self._limits)
+        return await asyncio.to_thread(validate, request, version, self._limits)
 
     def collections(self) -> tuple[CollectionInfo, ...]:
         """See ``Plane.collections``."""
@@ -127,7 +151,11 @@ class DataPlane:
         collection = self._find(name)
         served = self._pick(name, collection, version).version
         return CollectionInfo(
-            name=name, versions=tuple(sorted(collection.served)), features=served.features, dim=served.dim
+            name=name,
+            versions=tuple(sorted(collection.served)),
+            default_version=collection.current,
+            features=served.features,
+            dim=served.dim,
         )
 
     def statistics(self, name: str) -> CollectionStatistics:

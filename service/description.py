@@ -87,7 +87,7 @@ def model_statistics(info: CollectionInfo, counts: CollectionStatistics) -> dict
     answered = {"count": counts.success_count, "ns": counts.success_ns}
     return {
         "name": info.name,
-        "version": str(info.versions[-1]) if info.versions else "",
+        "version": str(info.default_version),
         "last_inference": 0,
         "inference_count": counts.success_count,
         "execution_count": counts.success_count,

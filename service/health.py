@@ -10,9 +10,13 @@ import numpy as np
 import structlog
 
 from service.catalog import ServedVersion
+from service.errors import ErrorCode
 from service.shards import ShardClient, ShardFailed, ShardRequest
 
 log = structlog.get_logger(__name__)
+
+REST_S = 0.05
+"""Least time between two rounds, however many calls fail."""
 
 Repair = Callable[[str], Awaitable[None]]
 """Brings back a Triton model whose process has died, by model name."""
@@ -54,20 +58,33 @@ class ShardHealth:
             version=version.version,
             ids_N=np.empty(0, dtype=np.int64),
             table_lengths_T=np.zeros(len(version.tables_S[shard]), dtype=np.int64),
+            dim=version.dim,
         )
+        self._answers = 0
+
+    def answered(self) -> None:
+        """Tell of a lookup that was answered."""
+        self._answers += 1
 
     def report(self, failure: ShardFailed) -> None:
         """Tell of a failed call: a dead process closes the gate at once, anything else is for the next probe to judge."""
         if failure.process_died:
-            self._set(str(failure))
+            self._set(failure)
         self._wake.set()
 
     async def probe(self) -> ShardFailed | None:
-        """Ask the shard for nothing, and open or close the gate by the answer."""
+        """Ask the shard for nothing, and open or close the gate by the answer.
+
+        A probe waits its turn behind lookups. One that is late says nothing against a shard that answered lookups
+        meanwhile.
+        """
+        answers = self._answers
         try:
             await self._client.lookup(self._probe_request, timeout_s=self._timeout_s)
         except ShardFailed as exc:
-            self._set(str(exc))
+            if exc.code is ErrorCode.DEADLINE_EXCEEDED and self._answers > answers:
+                return None
+            self._set(exc)
             return exc
         self._set(None)
         return None
@@ -75,23 +92,36 @@ class ShardHealth:
     async def run(self) -> None:
         """Probe for ever; repair what can be repaired."""
         while True:
-            failure = await self.probe()
-            if failure is not None and failure.process_died and self._repair is not None:
-                log.warning("shard_repair_started", model=self.model)
-                try:
-                    await self._repair(self.model)
-                except Exception as exc:  # noqa: BLE001 - the loop must outlive any failure of a repair
-                    log.error("shard_repair_failed", model=self.model, error=str(exc))  # noqa: TRY400
-                else:
-                    continue
-            self._wake.clear()
             try:
-                await asyncio.wait_for(self._wake.wait(), self._interval_s)
-            except TimeoutError:
-                continue
-            await asyncio.sleep(min(self._interval_s, 0.05))  # many failed calls at once are one reason to probe
+                failure = await self.probe()
+                if failure is not None and failure.process_died and self._repair is not None:
+                    await self._bring_back(self._repair)
+            except Exception as exc:
+                log.exception("shard_probe_broken", model=self.model)
+                self._set(ShardFailed("its state is not known", details=repr(exc)))
+            await self._rest()
 
-    def _set(self, reason: str | None) -> None:
+    async def _bring_back(self, repair: Repair) -> None:
+        log.warning("shard_repair_started", model=self.model)
+        try:
+            await repair(self.model)
+        except Exception as exc:  # noqa: BLE001 - the next probe asks for another repair
+            log.error("shard_repair_failed", model=self.model, error=str(exc))  # noqa: TRY400
+        else:
+            await self.probe()
+
+    async def _rest(self) -> None:
+        """Wait for the next round; a failed call brings it forward, but many of them are one reason to probe."""
+        self._wake.clear()
+        try:
+            await asyncio.wait_for(self._wake.wait(), self._interval_s)
+        except TimeoutError:
+            return
+        await asyncio.sleep(min(self._interval_s, REST_S))
+
+    def _set(self, failure: ShardFailed | None) -> None:
+        reason = None if failure is None else str(failure)
         if (reason is None) != (self.reason is None):
-            log.warning("shard_ready_changed", model=self.model, ready=reason is None, reason=reason)
+            details = failure.details if failure is not None else None
+            log.warning("shard_ready_changed", model=self.model, ready=reason is None, details=details)
         self.reason = reason

@@ -38,6 +38,12 @@ class Metrics:
             ("collection", "table"),
             registry=registry,
         )
+        self.evictions = Counter(
+            "kjtserve_evictions",
+            "Ids tombstoned by the versions applied.",
+            ("collection", "table"),
+            registry=registry,
+        )
         self.shard_request_seconds = Histogram(
             "kjtserve_shard_request_seconds",
             "Time of one call to a shard, failures included.",

@@ -3,17 +3,15 @@
 import asyncio
 import os
 import signal
-import socket
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import structlog
-import uvicorn
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
@@ -22,11 +20,10 @@ from service.batcher import Batcher
 from service.catalog import ServedVersion, load_version
 from service.dataplane import DataPlane, Served
 from service.fanout import Fanout, Shard
-from service.grpc.server import build_server
 from service.health import Repair, ShardHealth
+from service.listeners import listen, start_edges
 from service.log import configure_logging
 from service.metrics import Metrics
-from service.rest.app import build_app
 from service.settings import Settings
 from service.shards import GrpcShardClient
 from service.triton import TritonServer
@@ -43,6 +40,8 @@ class Running:
     grpc_address: str
     triton: TritonServer | None
     """The Triton that was started for it; None when the shards are somebody else's."""
+    broken: asyncio.Event
+    """Set when a part that has to run for as long as the server ended in error."""
 
 
 def read_settings(**overrides: Any) -> Settings:
@@ -87,10 +86,14 @@ async def run_server(
         if running is None:
             return
         ready = asyncio.create_task(_announce(running, on_ready))
-        await stop.wait()
+        await _unless(stop, running.broken.wait())
         ready.cancel()
-        await _drain(running.plane, settings)
+        running.plane.drain()
+        log.info("draining", inflight_requests=running.plane.inflight_requests)
+        await asyncio.sleep(settings.drain_delay_s)
     log.info("stopped")
+    if running.broken.is_set():
+        raise UserError("a part of the server ended in error, see the log; it was stopped")
 
 
 @asynccontextmanager
@@ -103,21 +106,23 @@ async def start(repo: Path, settings: Settings, *, shards: Sequence[str] | None 
     # Replies of shards are views of received messages, which nothing here writes to.
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     served = load_served(repo)
-    with _listen("http", settings.host, settings.http_port) as http:
+    broken = asyncio.Event()
+    with listen("http", settings.host, settings.http_port) as http:
         async with AsyncExitStack() as stack:
             metrics = Metrics(CollectorRegistry())
             plane = DataPlane(settings, metrics)
-            triton = None if shards else await _start_triton(stack, repo, served)
-            addresses = list(shards or [triton.grpc_address if triton else ""])
-            repair = triton.repair if triton else None
-            await _connect(stack, plane, served, addresses, settings=settings, metrics=metrics, repair=repair)
-            grpc_port = await _start_grpc(stack, plane, metrics, settings)
-            await _start_http(stack, build_app(plane, metrics, settings), http)
+            triton = None if shards else await _start_triton(stack, repo, served, broken)
+            connect = _Connector(stack, settings, metrics, broken, repair=triton.repair if triton else None)
+            addresses = shards or [triton.grpc_address if triton else ""]
+            for version in served:
+                plane.serve(await connect(version, addresses))
+            grpc_port = await start_edges(stack, plane, metrics, settings, http)
             running = Running(
                 plane=plane,
                 http_url=f"http://{settings.host}:{http.getsockname()[1]}",
                 grpc_address=f"{settings.host}:{grpc_port}",
                 triton=triton,
+                broken=broken,
             )
             log.info(
                 "serving",
@@ -140,103 +145,74 @@ def load_served(repo: Path) -> list[ServedVersion]:
     return [load_version(repo, name, versions(repo, name)[-1]) for name in names]
 
 
-async def _start_triton(stack: AsyncExitStack, repo: Path, served: Sequence[ServedVersion]) -> TritonServer:
+async def _start_triton(
+    stack: AsyncExitStack, repo: Path, served: Sequence[ServedVersion], broken: asyncio.Event
+) -> TritonServer:
     models = [model for version in served for model in version.models_S]
     triton = TritonServer(repo, models)
     stack.push_async_callback(triton.stop)
     await triton.start()
-    _spawn(stack, triton.watch())
+    _spawn(stack, triton.watch(), broken)
     return triton
 
 
-async def _connect(
-    stack: AsyncExitStack,
-    plane: DataPlane,
-    served: Sequence[ServedVersion],
-    addresses: Sequence[str],
-    *,
-    settings: Settings,
-    metrics: Metrics,
-    repair: Repair | None,
-) -> None:
-    """Give every served version its shards, its health probes and its batcher."""
-    executor = ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)), thread_name_prefix="tensor")
-    stack.callback(executor.shutdown, wait=True, cancel_futures=True)
-    clients = {address: GrpcShardClient(address) for address in addresses}
-    for client in clients.values():
-        stack.push_async_callback(client.close)
-    for version in served:
+class _Connector:
+    """Gives a version its shards' clients, health probes and batcher, all of which end with the stack."""
+
+    def __init__(
+        self,
+        stack: AsyncExitStack,
+        settings: Settings,
+        metrics: Metrics,
+        broken: asyncio.Event,
+        *,
+        repair: Repair | None,
+    ) -> None:
+        self._stack, self._settings, self._metrics, self._broken = stack, settings, metrics, broken
+        self._repair = repair
+        self._executor = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="tensor")
+        stack.callback(self._executor.shutdown, wait=True, cancel_futures=True)
+
+    async def __call__(self, version: ServedVersion, addresses: Sequence[str]) -> Served:
+        """Connect to a version's shards, and probe each once.
+
+        Raises:
+            UserError: There are neither one address nor one for each shard.
+        """
         if len(addresses) not in {1, version.num_shards}:
             raise UserError(
                 f"--shards: {len(addresses)} addresses, but {version.collection} version {version.version} has "
                 f"{version.num_shards} shards; give one address for each shard in order, or one for all"
             )
-        shards = []
-        for index in range(version.num_shards):
-            client = clients[addresses[index % len(addresses)]]
-            health = ShardHealth(
-                version,
-                index,
-                client,
-                interval_s=settings.probe_interval_s,
-                timeout_s=settings.probe_timeout_s,
-                repair=repair,
-            )
-            shards.append(Shard(client=client, health=health))
-        fanout = Fanout(version, shards, metrics=metrics, executor=executor, offload_ids=settings.offload_ids)
-        batcher = Batcher(fanout.run, max_weight=settings.max_batch_ids, wait_s=settings.max_batch_wait_us / 1e6)
-        stack.push_async_callback(batcher.close)
+        shards = [self._shard(version, i, addresses[i % len(addresses)]) for i in range(version.num_shards)]
+        fanout = Fanout(
+            version,
+            shards,
+            metrics=self._metrics,
+            executor=self._executor,
+            offload_ids=self._settings.offload_ids,
+        )
+        batcher = Batcher(
+            fanout.run, max_weight=self._settings.max_batch_ids, wait_s=self._settings.max_batch_wait_us / 1e6
+        )
+        self._stack.push_async_callback(batcher.close)
         await asyncio.gather(*(shard.health.probe() for shard in shards))
         for shard in shards:
-            _spawn(stack, shard.health.run())
-        plane.serve(Served(version=version, health=tuple(shard.health for shard in shards), batcher=batcher))
+            _spawn(self._stack, shard.health.run(), self._broken)
+        return Served(version=version, health=tuple(shard.health for shard in shards), batcher=batcher)
 
-
-async def _start_grpc(stack: AsyncExitStack, plane: DataPlane, metrics: Metrics, settings: Settings) -> int:
-    server = build_server(plane, metrics, settings)
-    try:
-        port = server.add_insecure_port(f"{settings.host}:{settings.grpc_port}")
-    except RuntimeError as exc:
-        raise UserError(_busy("grpc", settings.host, settings.grpc_port)) from exc
-    await server.start()
-    stack.push_async_callback(server.stop, settings.drain_grace_s)
-    return int(port)
-
-
-async def _start_http(stack: AsyncExitStack, app: Any, listener: socket.socket) -> None:
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1, server_header=False
-    )
-    server = _Uvicorn(config)
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-
-    async def stop() -> None:
-        server.should_exit = True
-        await task
-
-    stack.push_async_callback(stop)
-    while not server.started:
-        if task.done():
-            task.result()
-        await asyncio.sleep(0.005)
-
-
-class _Uvicorn(uvicorn.Server):
-    """Uvicorn that leaves the signals to the composition root."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-async def _drain(plane: DataPlane, settings: Settings) -> None:
-    """Readiness false, serve on for a while, then wait for what is in flight."""
-    plane.drain()
-    log.info("draining", inflight_requests=plane.inflight_requests)
-    await asyncio.sleep(settings.drain_delay_s)
-    deadline = asyncio.get_running_loop().time() + settings.drain_grace_s
-    while plane.inflight_requests and asyncio.get_running_loop().time() < deadline:
-        await asyncio.sleep(0.02)
+    def _shard(self, version: ServedVersion, index: int, address: str) -> Shard:
+        client = GrpcShardClient(address)
+        self._stack.push_async_callback(client.close)
+        health = ShardHealth(
+            version,
+            index,
+            client,
+            interval_s=self._settings.probe_interval_s,
+            timeout_s=self._settings.probe_timeout_s,
+            repair=self._repair,
+        )
+        return Shard(client=client, health=health)
 
 
 async def _announce(running: Running, on_ready: Callable[[Running], None] | None) -> None:
@@ -244,7 +220,10 @@ async def _announce(running: Running, on_ready: Callable[[Running], None] | None
         await asyncio.sleep(0.05)
     log.info("ready", http=running.http_url, grpc=running.grpc_address)
     if on_ready is not None:
-        await asyncio.to_thread(on_ready, running)
+        try:
+            await asyncio.to_thread(on_ready, running)
+        except Exception:
+            log.exception("on_ready_failed")
 
 
 async def _unless(stop: asyncio.Event, work: Any) -> Any:
@@ -259,32 +238,18 @@ async def _unless(stop: asyncio.Event, work: Any) -> Any:
     return None
 
 
-def _spawn(stack: AsyncExitStack, work: Any) -> None:
-    """Run ``work`` beside the server until the stack unwinds."""
+def _spawn(stack: AsyncExitStack, work: Any, broken: asyncio.Event) -> None:
+    """Run ``work`` beside the server until the stack unwinds; should it end in error, say so and set ``broken``."""
     task = asyncio.create_task(work)
+
+    def ended(task: asyncio.Task[Any]) -> None:
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            log.error("part_broken", part=str(task.get_coro()), exc_info=exc)
+            broken.set()
 
     async def stop() -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
+    task.add_done_callback(ended)
     stack.push_async_callback(stop)
-
-
-@contextmanager
-def _listen(kind: str, host: str, port: int) -> Iterator[socket.socket]:
-    try:
-        listener = socket.create_server((host, port), backlog=2048, reuse_port=False)
-    except OSError as exc:
-        raise UserError(f"{_busy(kind, host, port)} ({exc.strerror})") from exc
-    with listener:
-        # Accepted connections inherit it. asyncio sets it only on sockets that were made with IPPROTO_TCP, and without it
-        # a reply's second segment waits 40 ms for the client's delayed acknowledgement of the first.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        yield listener
-
-
-def _busy(kind: str, host: str, port: int) -> str:
-    return (
-        f"cannot listen on {host}:{port}; choose another with --{kind}-port (0 takes a free one), "
-        f"or stop what uses it (`ss -ltnp 'sport = :{port}'` shows it)"
-    )

@@ -1,6 +1,6 @@
 """Owns every knob of the front tier and its defaults; read once by the composition root, passed by constructor."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -49,5 +49,5 @@ class Settings(BaseSettings):
     """After SIGTERM: seconds to go on accepting with readiness false, so that load balancers notice."""
     log_json: bool = True
     """JSON lines; false: coloured text for a terminal."""
-    log_level: str = "info"
-    """debug, info, warning or error."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """How much is said."""

@@ -90,7 +90,9 @@ class CollectionInfo:
 
     name: str
     versions: tuple[int, ...]
-    """Versions being served, oldest first; the last is the default."""
+    """Versions being served, oldest first."""
+    default_version: int
+    """The one that answers when a request names none."""
     features: tuple[str, ...]
     dim: int
 

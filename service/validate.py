@@ -4,7 +4,8 @@ Every refusal names the field, the value and the rule. The edges have already de
 tensors, dtypes on the wire, bytes against shapes.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,7 +74,9 @@ def validate(request: LookupRequest, version: ServedVersion, limits: Limits) -> 
                 )
             )
     num_ids = sum(segment.values_N.size for segment in segments)
-    reply_bytes = predict_reply_bytes(request, num_ids=num_ids, dim=version.dim, blocks=len(segments))
+    reply_bytes = predict_reply_bytes(
+        request, num_ids=num_ids, dim=version.dim, lengths=len(segments) * lengths_FB.shape[1]
+    )
     if reply_bytes > limits.max_reply_bytes:
         raise TooLarge(
             f"values: {num_ids} rows of {version.dim} make a reply of {reply_bytes} bytes, "
@@ -82,10 +85,16 @@ def validate(request: LookupRequest, version: ServedVersion, limits: Limits) -> 
     return ValidRequest(request=request, segments_E=tuple(segments), num_ids=num_ids, reply_bytes=reply_bytes)
 
 
-def predict_reply_bytes(request: LookupRequest, *, num_ids: int, dim: int, blocks: int) -> int:
-    """Upper bound of a reply's tensor bytes, from the request alone: the unique form may turn out smaller."""
+def predict_reply_bytes(request: LookupRequest, *, num_ids: int, dim: int, lengths: int) -> int:
+    """Upper bound of a reply's tensor bytes, from the request alone: the unique form may turn out smaller.
+
+    Args:
+        request: The request.
+        num_ids: Rows of the reply.
+        dim: Numbers in a row.
+        lengths: Entries of ``output_lengths``, E·B.
+    """
     row_bytes = dim * (2 if request.output_dtype is OutputDtype.FP16 else 4)
-    batch = request.lengths_FB.size
     per_id: Mapping[Output, int] = {
         Output.EMBEDDINGS: row_bytes,
         Output.UNIQUE_EMBEDDINGS: row_bytes,
@@ -94,23 +103,31 @@ def predict_reply_bytes(request: LookupRequest, *, num_ids: int, dim: int, block
         Output.HITS: 1,
         Output.MISSING: 1,
     }
-    return num_ids * sum(per_id.get(output, 0) for output in request.outputs) + 4 * batch * blocks
+    return num_ids * sum(per_id.get(output, 0) for output in request.outputs) + 4 * lengths
 
 
 def _check_keys(keys: tuple[str, ...] | None, version: ServedVersion) -> tuple[str, ...]:
     if keys is None:
         return version.features
-    known = set(version.features)
-    unknown = sorted(set(keys) - known)
+    known, given = set(version.features), set(keys)
+    unknown = [key for key in keys if key not in known]
     if unknown:
-        raise NotFound(f"keys: {unknown} are no features of {version.collection}; it has {list(version.features)}")
-    if len(set(keys)) != len(keys):
-        twice = sorted({key for key in keys if keys.count(key) > 1})
-        raise InvalidArgument(f"keys: {twice} are there more than once; name every feature once")
-    missing = [feature for feature in version.features if feature not in keys]
-    if missing:
-        raise InvalidArgument(f"keys: {missing} are missing; a feature without ids has lengths of 0")
+        raise NotFound(
+            f"keys: {_some(unknown)} are no features of {version.collection}; it has {_some(version.features)}"
+        )
+    if len(given) != len(keys):
+        twice = [key for key, count in Counter(keys).items() if count > 1]
+        raise InvalidArgument(f"keys: {_some(twice)} are there more than once; name every feature once")
+    if len(given) != len(known):
+        missing = [feature for feature in version.features if feature not in given]
+        raise InvalidArgument(f"keys: {_some(missing)} are missing; a feature without ids has lengths of 0")
     return keys
+
+
+def _some(names: Sequence[str], most: int = 10) -> str:
+    """The first few names, and how many more: an error is read by a person."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{list(names[:most])}{more}"
 
 
 def _check_lengths(lengths: NDArray[np.int64], keys: tuple[str, ...], num_values: int) -> NDArray[np.int64]:

@@ -1,16 +1,19 @@
 """Owns one call to one shard over the wire; must not know routing, batches or the edges.
 
-Triton is spoken to through the KServe v2 gRPC stubs that tritonclient ships, without tritonclient's own client: that
-one copies every tensor twice and hides cancellation.
+Triton is spoken to in the KServe v2 messages that tritonclient ships, without tritonclient's own client: that one copies
+every tensor twice and hides cancellation.
 """
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import grpc
 import numpy as np
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
-from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.grpc import service_pb2
 
 from service.errors import ErrorCode
 
@@ -30,11 +33,22 @@ _DEAD_STUB = "Stub process"
 """What Triton 2.51 says of a Python backend process that died; it never restarts one by itself."""
 
 _CODES = {
-    grpc.StatusCode.DEADLINE_EXCEEDED: ErrorCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.INVALID_ARGUMENT: ErrorCode.INTERNAL,  # the front tier built the request: its bug, not the client's
-    grpc.StatusCode.RESOURCE_EXHAUSTED: ErrorCode.OVERLOADED,
+    grpc.StatusCode.DEADLINE_EXCEEDED: (ErrorCode.DEADLINE_EXCEEDED, ""),
+    # The front tier built the request: its bug, not the client's.
+    grpc.StatusCode.INVALID_ARGUMENT: (ErrorCode.INTERNAL, "it refused the request as malformed"),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: (ErrorCode.OVERLOADED, "it is overloaded"),
+    grpc.StatusCode.NOT_FOUND: (ErrorCode.UNAVAILABLE, "it does not hold this version"),
+    grpc.StatusCode.UNAVAILABLE: (ErrorCode.UNAVAILABLE, "it cannot be reached"),
+    grpc.StatusCode.CANCELLED: (ErrorCode.UNAVAILABLE, "it called the request off"),
 }
-"""Everything else is a shard that does not answer: ``unavailable``."""
+"""Any other status is a shard that failed: ``unavailable``."""
+
+_DTYPES = {"embeddings": ("FP32", np.float32), "row_ids": ("INT64", np.int64), "hits": ("BOOL", np.bool_)}
+
+OFFLOAD_BYTES = 1 << 18
+"""Messages over this size are built and read in a thread."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +62,8 @@ class ShardRequest:
     """The version to answer from; equal to ``base`` unless it is a delta on it."""
     ids_N: NDArray[np.int64]
     table_lengths_T: NDArray[np.int64]
+    dim: int
+    """Numbers in a row."""
     want_row_ids: bool = False
     want_hits: bool = False
 
@@ -62,16 +78,25 @@ class ShardReply:
 
 
 class ShardFailed(Exception):
-    """A shard did not answer a call.
+    """A shard did not answer a call; the message is fit for a client: it names no address and quotes no upstream.
 
     Attributes:
         code: In the front tier's terms.
+        details: What was really said, for the log.
         process_died: The shard's server lives, but its model process does not, and will not come back by itself.
     """
 
-    def __init__(self, message: str, *, code: ErrorCode = ErrorCode.UNAVAILABLE, process_died: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: ErrorCode = ErrorCode.UNAVAILABLE,
+        details: str = "",
+        process_died: bool = False,
+    ) -> None:
         super().__init__(message)
         self.code = code
+        self.details = details or message
         self.process_died = process_died
 
 
@@ -91,29 +116,34 @@ class GrpcShardClient:
     """A shard hosted by a Triton that is reached over gRPC.
 
     Args:
-        address: ``HOST:PORT`` of Triton's gRPC service. A DNS name with several addresses is balanced round robin.
+        address: ``HOST:PORT`` of Triton's gRPC service.
     """
 
     def __init__(self, address: str) -> None:
         self.address = address
-        options = [*CHANNEL_OPTIONS, ("grpc.lb_policy_name", "round_robin")]
-        self._channel = grpc.aio.insecure_channel(address, options=options)
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        # Bytes in, bytes out: grpc.aio would build and parse messages on the event loop, half a second for 128 MB.
+        self._infer = self._channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
 
     async def lookup(self, request: ShardRequest, *, timeout_s: float) -> ShardReply:
         """See ``ShardClient.lookup``."""
+        message = await _offload(request.ids_N.nbytes, _encode, request)
         try:
-            response = await self._stub.ModelInfer(_encode(request), timeout=timeout_s)
+            response = await self._infer(message, timeout=timeout_s)
         except grpc.aio.AioRpcError as exc:
             raise _translate(exc, self.address, timeout_s) from exc
-        return _decode(response, request)
+        return await _offload(len(response), _decode, response, request)
 
     async def close(self) -> None:
         """See ``ShardClient.close``."""
         await self._channel.close()
 
 
-def _encode(request: ShardRequest) -> Any:
+async def _offload(nbytes: int, work: Callable[..., T], *args: Any) -> T:
+    return await asyncio.to_thread(work, *args) if nbytes > OFFLOAD_BYTES else work(*args)
+
+
+def _encode(request: ShardRequest) -> bytes:
     version = np.array([request.version], dtype=np.int64)
     tensors = (("ids", request.ids_N), ("table_lengths", request.table_lengths_T), ("version", version))
     message = service_pb2.ModelInferRequest(model_name=request.model, model_version=str(request.base))
@@ -125,36 +155,49 @@ def _encode(request: ShardRequest) -> Any:
         message.outputs.add(name="row_ids")
     if request.want_hits:
         message.outputs.add(name="hits")
-    return message
+    data: bytes = message.SerializeToString()
+    return data
 
 
-def _decode(response: Any, request: ShardRequest) -> ShardReply:
+def _decode(data: bytes, request: ShardRequest) -> ShardReply:
     """Read the arrays off a response, and hold them against what was asked: a shard is another process."""
     n = request.ids_N.size
-    arrays = {
-        output.name: (tuple(output.shape), content)
-        for output, content in zip(response.outputs, response.raw_output_contents, strict=True)
-    }
     try:
-        shape, content = arrays["embeddings"]
-        embeddings_ND = np.frombuffer(content, dtype=np.float32).reshape(shape)
-        row_ids_N = np.frombuffer(arrays["row_ids"][1], dtype=np.int64) if request.want_row_ids else None
-        hits_N = np.frombuffer(arrays["hits"][1], dtype=np.bool_) if request.want_hits else None
-    except (KeyError, ValueError) as exc:
-        raise ShardFailed(f"reply is malformed: {exc!r}", code=ErrorCode.INTERNAL) from exc
-    sizes = {array.shape[0] for array in (embeddings_ND, row_ids_N, hits_N) if array is not None}
-    if sizes != {n}:
-        raise ShardFailed(f"reply has {sorted(sizes)} rows, {n} were asked for", code=ErrorCode.INTERNAL)
-    return ShardReply(embeddings_ND=embeddings_ND, row_ids_N=row_ids_N, hits_N=hits_N)
+        message = service_pb2.ModelInferResponse.FromString(data)
+        arrays = {
+            output.name: _read(output, content, _DTYPES[output.name])
+            for output, content in zip(message.outputs, message.raw_output_contents, strict=True)
+        }
+        reply = ShardReply(
+            embeddings_ND=_expect(arrays["embeddings"], (n, request.dim)),
+            row_ids_N=_expect(arrays["row_ids"], (n,)) if request.want_row_ids else None,
+            hits_N=_expect(arrays["hits"], (n,)) if request.want_hits else None,
+        )
+    except (KeyError, ValueError, DecodeError) as exc:
+        raise ShardFailed("its reply is malformed", code=ErrorCode.INTERNAL, details=repr(exc)) from exc
+    return reply
+
+
+def _read(output: Any, content: bytes, expected: tuple[str, Any]) -> NDArray[Any]:
+    datatype, dtype = expected
+    if output.datatype != datatype:
+        raise ValueError(f"{output.name} is {output.datatype}, not {datatype}")
+    return np.frombuffer(content, dtype=dtype).reshape(tuple(output.shape))
+
+
+def _expect(array: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    if array.shape != shape:
+        raise ValueError(f"shape {array.shape}, {shape} was asked for")
+    return array
 
 
 def _translate(exc: grpc.aio.AioRpcError, address: str, timeout_s: float) -> ShardFailed:
     """The one place where gRPC's errors towards shards become ours."""
-    status, details = exc.code(), exc.details() or ""
+    status, said = exc.code(), exc.details() or ""
+    code, reason = _CODES.get(status, (ErrorCode.UNAVAILABLE, "it failed"))
+    died = _DEAD_STUB in said
+    if died:
+        code, reason = ErrorCode.UNAVAILABLE, "its process died"
     if status is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return ShardFailed(f"{address} did not answer in {timeout_s:.3f} s", code=ErrorCode.DEADLINE_EXCEEDED)
-    return ShardFailed(
-        f"{address} answered {status.name}: {details}",
-        code=_CODES.get(status, ErrorCode.UNAVAILABLE),
-        process_died=_DEAD_STUB in details,
-    )
+        reason = f"it did not answer in {timeout_s:.3f} s"
+    return ShardFailed(reason, code=code, details=f"{address} answered {status.name}: {said}", process_died=died)

@@ -42,8 +42,8 @@ class FakePlane:
         self.gate: asyncio.Event | None = None
         """Lookups wait for it, when there is one."""
         self.infos = {
-            "clicks": CollectionInfo(name="clicks", versions=(1, 2), features=FEATURES, dim=DIM),
-            "ads": CollectionInfo(name="ads", versions=(7,), features=("ad",), dim=DIM),
+            "clicks": CollectionInfo(name="clicks", versions=(1, 2), default_version=2, features=FEATURES, dim=DIM),
+            "ads": CollectionInfo(name="ads", versions=(7,), default_version=7, features=("ad",), dim=DIM),
         }
 
     def reset(self) -> None:
@@ -66,7 +66,7 @@ class FakePlane:
         if self.failure is not None:
             raise self.failure
         info = self.collection(request.collection, request.version)
-        return answer(request, info, request.version or info.versions[-1])
+        return answer(request, info, request.version or info.default_version)
 
     def collections(self) -> tuple[CollectionInfo, ...]:
         return tuple(self.infos.values())

@@ -135,3 +135,36 @@ async def test_close_ends_what_is_under_way():
     await batcher.close()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_after_close_nothing_starts_and_nobody_hangs():
+    recorder = Recorder()
+    batcher = Batcher(recorder.run, max_weight=10, slots=1, slot_s=60)
+    tasks = [asyncio.create_task(batcher.submit(1, weight=1))]
+    await settle()
+    tasks.append(asyncio.create_task(batcher.submit(2, weight=1)))
+    await settle()
+    await batcher.close()
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+    assert [type(result) for result in results] == [asyncio.CancelledError] * 2
+    with pytest.raises(asyncio.CancelledError):
+        await batcher.submit(3, weight=1)
+    assert recorder.batches == [[1]]
+
+
+async def test_there_are_never_more_batches_under_way_than_slots():
+    running, most = 0, 0
+
+    async def run(entries):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.001)
+        running -= 1
+        for entry in entries:
+            entry.reply.set_result(None)
+
+    batcher = Batcher(run, max_weight=1, slots=2, slot_s=60)
+    for _ in range(3):
+        await asyncio.gather(*(batcher.submit(i, weight=1) for i in range(20)))
+    assert most == 2

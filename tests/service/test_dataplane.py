@@ -13,13 +13,14 @@ from prometheus_client import CollectorRegistry
 from export.contract import OutOfRange, Routing, hash_shard
 from service.batcher import Batcher
 from service.dataplane import DataPlane, Served
-from service.errors import DeadlineExceeded, InvalidArgument, NotFound, Overloaded, TooLarge, Unavailable
+from service.errors import DeadlineExceeded, Internal, InvalidArgument, NotFound, Overloaded, TooLarge, Unavailable
 from service.fanout import Fanout, Shard
 from service.health import ShardHealth
 from service.metrics import Metrics
 from service.settings import Settings
 from service.shards import ShardFailed
 from service.types import LookupRequest, OnShardFailure, Output, OutputDtype
+from service.validate import predict_reply_bytes
 from tests.manifests import RuleShard, make_table, make_version, row_of
 
 NUM_SHARDS = 3
@@ -196,13 +197,65 @@ async def test_a_hanging_shard_holds_up_nobody_who_does_not_need_it():
         await until(lambda: it.plane.inflight_requests == 0)
 
 
-async def test_a_deadline_is_kept_and_the_shard_stops_working():
+async def test_a_deadline_is_kept_naming_the_shard_which_stops_working():
     async with stack() as it:
-        it.shards[0].hang = True
+        it.shards[1].delay_s = 3600
         started = time.monotonic()
-        with pytest.raises((DeadlineExceeded, Unavailable)):
-            await it.ask(ids_on(0, 1), timeout_s=0.05)
+        with pytest.raises(DeadlineExceeded, match=r"shard 1 \(clicks_shard_1\) did not answer within 0\.100 s"):
+            await it.ask(ids_on(0, 1) + ids_on(1, 1), timeout_s=0.1)
         assert time.monotonic() - started < 1.0
+        await until(lambda: it.shards[1].cancelled == 1)
+        assert 0 < it.shards[1].timeouts_s[0] <= 0.1
+        assert it.sample("kjtserve_shard_errors_total", collection="clicks", shard="1", code="deadline_exceeded") == 1
+        assert it.sample("kjtserve_shard_request_seconds_count", collection="clicks", shard="1") == 1
+
+
+async def test_zero_fills_in_for_a_late_shard_before_the_deadline():
+    async with stack() as it:
+        it.shards[1].delay_s = 3600
+        ids = ids_on(0, 1) + ids_on(1, 2)
+        reply = await it.ask(ids, outputs=frozenset(Output), on_shard_failure=OnShardFailure.ZERO, timeout_s=0.1)
+        assert reply.outputs[Output.MISSING].tolist() == [False, True, True]
+        assert np.array_equal(reply.outputs[Output.EMBEDDINGS][:1], row_of("user", np.array(ids[:1])))
+        assert not reply.outputs[Output.EMBEDDINGS][1:].any()
+        unique, inverse = reply.outputs[Output.UNIQUE_EMBEDDINGS], reply.outputs[Output.INVERSE]
+        assert np.array_equal(unique[inverse], reply.outputs[Output.EMBEDDINGS])
+
+
+async def test_each_request_of_a_batch_has_its_own_deadline_and_its_own_declaration():
+    async with stack(slot_s=60) as it:
+        it.shards[1].delay_s = 0.4
+        ids = ids_on(0, 1) + ids_on(1, 1)
+        zero, short, patient = await asyncio.gather(
+            it.ask(ids, timeout_s=0.1, on_shard_failure=OnShardFailure.ZERO, outputs=frozenset(Output)),
+            it.ask(ids, timeout_s=0.1),
+            it.ask(ids, timeout_s=10),
+            return_exceptions=True,
+        )
+        assert len(it.shards[1].requests) == 1, "they share a batch"
+        assert zero.outputs[Output.MISSING].tolist() == [False, True]
+        assert isinstance(short, DeadlineExceeded)
+        assert np.array_equal(patient.outputs[Output.EMBEDDINGS], row_of("user", np.array(ids)))
+
+
+async def test_a_shut_gate_refuses_without_a_call_and_counts_none():
+    async with stack() as it:
+        it.shards[2].failure = ShardFailed("its process died", process_died=True)
+        for _ in range(5):
+            with pytest.raises(Unavailable, match="its process died"):
+                await it.ask(ids_on(2, 1))
+        assert len(it.shards[2].requests) == 1
+        assert it.sample("kjtserve_shard_errors_total", collection="clicks", shard="2", code="unavailable") == 1
+        assert it.sample("kjtserve_shard_request_seconds_count", collection="clicks", shard="2") == 1
+
+
+async def test_whatever_a_client_raises_costs_only_those_who_need_that_shard():
+    async with stack() as it:
+        it.shards[1].failure = ValueError("nobody foresaw this")
+        good, bad = await asyncio.gather(it.ask(ids_on(0, 2)), it.ask(ids_on(1, 1)), return_exceptions=True)
+        assert good.outputs[Output.EMBEDDINGS].shape == (2, 3)
+        assert isinstance(bad, Internal)
+        assert it.plane.statistics("clicks").fail_count == 1
 
 
 async def test_a_caller_who_leaves_does_not_take_the_others_along():
@@ -308,6 +361,52 @@ async def test_a_reply_over_the_limit_is_refused_before_fan_out():
         with pytest.raises(TooLarge, match="the limit is 100"):
             await it.ask(list(range(50)))
         assert not any(shard.requests for shard in it.shards)
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("keys", [("user",) * 65_536, tuple(f"k{i}" for i in range(65_536))])
+async def test_a_flood_of_keys_is_refused_at_once_in_a_few_words(keys):
+    async with stack() as it:
+        with pytest.raises((InvalidArgument, NotFound)) as failure:
+            await it.ask([1], keys=keys)
+        assert len(str(failure.value)) < 500
+
+
+@pytest.mark.parametrize("outputs", [frozenset(Output), frozenset({Output.EMBEDDINGS}), frozenset({Output.HITS})])
+@pytest.mark.parametrize("batch_size", [0, 1, 50])
+async def test_the_predicted_size_is_the_size(outputs, batch_size):
+    tables = [make_table(f"t{i}", [f"f{i}"], routing=Routing.HASH, num_shards=2) for i in range(20)]
+    async with stack(tables, 2) as it:
+        lengths = np.zeros((20, batch_size), dtype=np.int64)
+        lengths[:, :1] = 3
+        values = np.arange(int(lengths.sum()), dtype=np.int64)
+        request = LookupRequest(collection="clicks", values_N=values, lengths_FB=lengths, outputs=outputs)
+        with it.plane.admit() as permit:
+            reply = await it.plane.lookup(request, permit)
+        predicted = predict_reply_bytes(request, num_ids=values.size, dim=3, lengths=lengths.size)
+        sent = sum(array.nbytes for array in reply.outputs.values())
+        if Output.OUTPUT_LENGTHS not in outputs:
+            sent += reply.lengths_EB.nbytes  # they are made in any case
+        assert predicted == sent
+
+
+async def test_fp16_and_fp32_share_a_batch():
+    async with stack(num_shards=1, slot_s=60) as it:
+        it.shards[0].delay_s = 0.02
+        half, whole = await asyncio.gather(it.ask([1, 2, 1], output_dtype=OutputDtype.FP16), it.ask([2, 3]))
+        assert len(it.shards[0].requests) == 1
+        assert np.array_equal(half.outputs[Output.EMBEDDINGS], row_of("user", np.array([1, 2, 1])).astype(np.float16))
+        assert np.array_equal(whole.outputs[Output.EMBEDDINGS], row_of("user", np.array([2, 3])))
+
+
+async def test_the_version_that_was_served_last_is_the_default():
+    async with stack() as it:
+        manifest, older = make_version(managed(), NUM_SHARDS, version=7)
+        shard = RuleShard(manifest, 0)
+        served = Served(version=older, health=(), batcher=Batcher(shard.lookup, max_weight=1))
+        it.plane.serve(served)
+        assert it.plane.collection("clicks").default_version == 7
+        assert it.plane.collection("clicks").versions == (1, 7)
 
 
 async def test_readiness_names_the_shard_and_what_ails_it():

@@ -8,7 +8,7 @@ from tritonclient.grpc.model_config_pb2 import TYPE_FP32, TYPE_INT64, TYPE_STRIN
 from service.description import model_config, model_metadata, model_statistics, repository_index, server_metadata
 from service.types import CollectionInfo, CollectionStatistics, Output, Readiness
 
-INFO = CollectionInfo(name="clicks", versions=(1, 2), features=("user", "item"), dim=64)
+INFO = CollectionInfo(name="clicks", versions=(1, 2), default_version=2, features=("user", "item"), dim=64)
 COUNTS = CollectionStatistics(success_count=2**40, success_ns=2**60, fail_count=1, fail_ns=2, ids_count=3)
 
 

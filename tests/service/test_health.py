@@ -4,10 +4,12 @@ import asyncio
 from contextlib import asynccontextmanager
 
 from export.contract import Routing
+from service.errors import ErrorCode
 from service.health import ShardHealth
 from service.shards import ShardFailed
 from tests.manifests import RuleShard, make_table, make_version
 
+LATE = ShardFailed("it did not answer in 1.000 s", code=ErrorCode.DEADLINE_EXCEEDED)
 DEAD = ShardFailed("Stub process is not healthy", process_died=True)
 REFUSED = ShardFailed("connection refused")
 
@@ -90,5 +92,43 @@ async def test_a_repair_that_fails_is_tried_again():
 async def test_a_shard_that_nobody_repairs_opens_again_when_it_answers():
     async with monitored(failure=REFUSED, interval_s=0.01) as (health, shard):
         await until(lambda: health.reason == "connection refused")
+        shard.failure = None
+        await until(lambda: health.reason is None)
+
+
+async def test_a_late_probe_says_nothing_against_a_shard_that_answers_lookups_meanwhile():
+    async with monitored() as (health, shard):
+        await until(lambda: health.reason is None)
+        shard.failure = LATE
+        shard.on_probe = health.answered
+        assert await health.probe() is None
+        assert health.reason is None
+        shard.on_probe = None
+        assert await health.probe() is LATE
+        assert "did not answer" in health.reason
+
+
+async def test_a_repair_that_changes_nothing_is_not_tried_without_pause():
+    repairs = []
+
+    def repair(shard):
+        async def bring_back(model):
+            repairs.append(model)
+
+        return bring_back
+
+    async with monitored(repair=repair, failure=DEAD, interval_s=60.0) as (health, _):
+        await until(lambda: repairs)
+        await asyncio.sleep(0.1)
+        assert len(repairs) == 1
+        health.report(DEAD)
+        await until(lambda: len(repairs) == 2)
+
+
+async def test_whatever_a_probe_raises_the_loop_goes_on():
+    async with monitored(interval_s=0.01) as (health, shard):
+        await until(lambda: health.reason is None)
+        shard.failure = KeyError("embeddings")
+        await until(lambda: health.reason == "its state is not known")
         shard.failure = None
         await until(lambda: health.reason is None)

@@ -111,6 +111,8 @@ def test_merge_of_route_is_the_direct_lookup_whatever_the_shards_and_their_order
     ]
     batch = prepare_batch(version, valid)
     batch.embeddings_UD[:] = np.nan  # poison: a row that nobody writes shows
+    batch.row_ids_U[:] = -99
+    batch.hits_U[:] = True
     written = np.zeros(batch.embeddings_UD.shape[0], dtype=int)
     for shard in answer_order:
         request = batch.shard_request(shard)

@@ -6,20 +6,21 @@ import socket
 import pytest
 
 from export.contract import UserError
-from service.server import _listen, _unless, read_settings
+from service.listeners import listen
+from service.server import _unless, read_settings
 
 
 def test_accepted_connections_never_wait_for_a_delayed_acknowledgement():
-    with _listen("http", "127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+    with listen("http", "127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
         accepted, _ = listener.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_busy_port_is_named_with_the_option_that_changes_it():
-    with _listen("http", "127.0.0.1", 0) as listener:
+    with listen("http", "127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(UserError, match=rf"127\.0\.0\.1:{port}.*--http-port"), _listen("http", "127.0.0.1", port):
+        with pytest.raises(UserError, match=rf"127\.0\.0\.1:{port}.*--http-port"), listen("http", "127.0.0.1", port):
             pass
 
 

@@ -1,6 +1,7 @@
 """One call to one shard, over a real socket to a server that answers what it is told to."""
 
 import asyncio
+import re
 import time
 from contextlib import asynccontextmanager
 
@@ -47,24 +48,27 @@ def ask(**changes):
         "version": 4,
         "ids_N": np.array([7, -7], dtype=np.int64),
         "table_lengths_T": np.array([2], dtype=np.int64),
+        "dim": 3,
         "want_row_ids": True,
         "want_hits": True,
     }
     return ShardRequest(**(fields | changes))
 
 
-def reply(rows=2, *, leave_out=(), cut=0):
+def reply(rows=2, *, dim=3, leave_out=(), cut=0, datatype=None, contents=3):
     message = service_pb2.ModelInferResponse()
     arrays = {
-        "embeddings": np.arange(rows * 3, dtype=np.float32).reshape(rows, 3),
+        "embeddings": np.arange(rows * dim, dtype=np.float32).reshape(rows, dim),
         "row_ids": np.arange(rows, dtype=np.int64),
         "hits": np.ones(rows, dtype=np.bool_),
     }
     for name, array in arrays.items():
         if name not in leave_out:
-            message.outputs.add(name=name, shape=array.shape)
+            kind = {"embeddings": "FP32", "row_ids": "INT64", "hits": "BOOL"}[name]
+            message.outputs.add(name=name, datatype=datatype or kind, shape=array.shape)
             content = array.tobytes()
             message.raw_output_contents.append(content[: len(content) - cut])
+    del message.raw_output_contents[contents:]
     return message
 
 
@@ -105,18 +109,22 @@ async def test_no_ids_are_an_ordinary_request():
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        (reply(3), "3"),
+        (reply(3), r"\(3, 3\), \(2, 3\) was asked"),
+        (reply(dim=1), r"\(2, 1\), \(2, 3\) was asked"),
         (reply(leave_out={"hits"}), "hits"),
         (reply(leave_out={"embeddings"}), "embeddings"),
-        (reply(cut=3), "malformed"),
+        (reply(cut=3), "ValueError"),
+        (reply(datatype="FP16"), "FP16"),
+        (reply(contents=2), "zip"),
     ],
-    ids=["too many rows", "no hits", "no embeddings", "cut"],
+    ids=["too many rows", "another dim", "no hits", "no embeddings", "cut", "another datatype", "a content missing"],
 )
 async def test_a_reply_that_does_not_fit_the_request_is_a_bug_not_an_answer(message, words):
     async with shard(always(message)) as (client, _):
-        with pytest.raises(ShardFailed, match=words) as failure:
+        with pytest.raises(ShardFailed, match="malformed") as failure:
             await client.lookup(ask(), timeout_s=5)
     assert failure.value.code is ErrorCode.INTERNAL
+    assert re.search(words, failure.value.details)
 
 
 @pytest.mark.parametrize("status", [status for status in grpc.StatusCode if status is not grpc.StatusCode.OK])
@@ -131,6 +139,9 @@ async def test_every_status_becomes_a_failure_of_ours(status):
     }
     assert failure.value.code is expected.get(status, ErrorCode.UNAVAILABLE)
     assert not failure.value.process_died
+    assert "127.0.0.1" not in str(failure.value), "a client learns nothing of addresses"
+    assert "why" not in str(failure.value), "nor of what upstream said"
+    assert "why" in failure.value.details or status is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 async def test_a_dead_model_process_is_told_from_a_server_that_is_away():
@@ -168,3 +179,12 @@ async def test_cancelling_the_call_cancels_it_on_the_shard():
             task.cancel()
             while not server.cancelled:
                 await asyncio.sleep(0.002)
+
+
+async def test_a_large_reply_is_read_off_the_event_loop():
+    rows = 200_000
+    async with shard(always(reply(rows))) as (client, _):
+        many = ask(ids_N=np.zeros(rows, np.int64), table_lengths_T=np.array([rows]))
+        answer = await client.lookup(many, timeout_s=30)
+    assert answer.embeddings_ND.shape == (rows, 3)
+    assert answer.embeddings_ND[-1, -1] == rows * 3 - 1
