@@ -27,6 +27,14 @@ def until(condition: Callable[[], object], timeout_s: float, what: str):
     raise AssertionError(f"{what}: not within {timeout_s} s")
 
 
+def command_of(process: psutil.Process) -> list[str]:
+    """Its command line; empty once it has ended, also while Triton has not reaped it."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
 @dataclass
 class Serving:
     process: subprocess.Popen
@@ -74,10 +82,10 @@ class Serving:
     def shard_process(self, model: str) -> psutil.Process:
         """The Python backend process of one model."""
         for child in self.children():
-            command = child.cmdline()
+            command = command_of(child)
             if command and "triton_python_backend_stub" in command[0] and f"/{model}/" in command[1]:
                 return child
-        raise AssertionError(f"no process of {model} among {[c.cmdline()[:2] for c in self.children()]}")
+        raise AssertionError(f"no process of {model} among {[command_of(child)[:2] for child in self.children()]}")
 
 
 @contextmanager
