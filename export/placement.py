@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Self
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from export.contract import Placement, Routing, even_row_ranges
 from export.contract.manifest import Strict
@@ -24,6 +24,8 @@ from export.source import CollectionSource, TableSource
 
 class TablePlan(Strict):
     """How one table is cut; fields that its routing does not use must be left out."""
+
+    model_config = ConfigDict(strict=False)  # YAML knows neither enums nor tuples
 
     routing: Routing | None = None
     """None: ``hash`` for a managed-collision table, ``rows`` for a plain one."""
@@ -43,6 +45,8 @@ class TablePlan(Strict):
 
 class Plan(Strict):
     """A whole plan; tables that it does not name get the default routing."""
+
+    model_config = ConfigDict(strict=False)
 
     shards: Annotated[int, Field(ge=1)]
     tables: dict[str, TablePlan] = Field(default_factory=dict)

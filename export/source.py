@@ -119,7 +119,19 @@ def read_collection(module: nn.Module) -> CollectionSource:
         )
         for config, embedding_names in zip(configs, names, strict=True)
     )
+    _check_embedding_names(tables)
     return CollectionSource(module=module, tables=tables, managed=managed)
+
+
+def _check_embedding_names(tables: tuple[TableSource, ...]) -> None:
+    """TorchRec names a shared feature's output ``feature@table``, which can be another feature's own name."""
+    makers: dict[str, str] = {}
+    for table in tables:
+        for feature, name in zip(table.features, table.embedding_names, strict=True):
+            maker = f"feature {feature!r} of table {table.name}"
+            if name in makers:
+                raise ExportError(f"{makers[name]} and {maker} both have the embedding name {name!r}; rename a feature")
+            makers[name] = maker
 
 
 def _embedding_collection(module: nn.Module) -> tuple[Any, bool]:

@@ -15,10 +15,13 @@ from export.contract import (
     RowDtype,
     Shard,
     ShardTable,
+    StateFile,
     Table,
     Toolchain,
     Zch,
+    as_unsigned,
     even_row_ranges,
+    hash_shard,
     shard_model_name,
 )
 from service.catalog import ServedVersion, compile_version
@@ -91,7 +94,10 @@ def make_manifest(
         dim=DIM,
         tables=tuple(tables),
         shards=tuple(shards),
-        files=(),
+        files=tuple(
+            StateFile(path=path, size_bytes=1, sha256="0" * 64)
+            for path in sorted({table.input_hash for table in tables if table.input_hash})
+        ),
         toolchain=Toolchain(kjtserve="0", torch="0", fbgemm_gpu="0", torchrec="0"),
     )
 
@@ -106,6 +112,18 @@ def make_version(
 ) -> tuple[Manifest, ServedVersion]:
     manifest = make_manifest(tables, num_shards, collection=collection, version=version)
     return manifest, compile_version(manifest, hashes or {})  # type: ignore[arg-type]
+
+
+def home_of(table: Table, one: int, num_shards: int) -> int:
+    """The shard of an id by the contract's words, one id at a time."""
+    if table.routing is Routing.HASH:
+        return hash_shard(as_unsigned(one), num_shards)
+    if table.routing is Routing.TABLE:
+        return table.placements[0].shard
+    inside = [placement.shard for placement in table.placements if placement.row_start <= one < placement.row_stop]
+    if inside:
+        return inside[0]
+    return 0 if one < 0 else num_shards - 1  # no row: whichever end is nearer, to be answered by the table's rule
 
 
 def row_of(table: str, ids: np.ndarray) -> np.ndarray:
@@ -130,9 +148,11 @@ class RuleShard:
     manifest: Manifest
     index: int
     delay_s: float = 0.0
-    failure: ShardFailed | None = None
+    failure: Exception | None = None
+    on_probe: Callable[[], None] | None = None
     hang: bool = False
     requests: list[ShardRequest] = field(default_factory=list)
+    timeouts_s: list[float] = field(default_factory=list)
     cancelled: int = 0
     closed: bool = False
 
@@ -140,6 +160,9 @@ class RuleShard:
         probe = request.ids_N.size == 0
         if not probe:
             self.requests.append(request)
+            self.timeouts_s.append(timeout_s)
+        elif self.on_probe is not None:
+            self.on_probe()
         try:
             if self.hang:
                 await asyncio.sleep(timeout_s)
@@ -157,6 +180,9 @@ class RuleShard:
         assert len(tables) == request.table_lengths_T.size
         assert int(request.table_lengths_T.sum()) == request.ids_N.size
         parts = np.split(request.ids_N, np.cumsum(request.table_lengths_T)[:-1]) if tables else []
+        for table, ids in zip(tables, parts, strict=True):
+            for one in ids.tolist():
+                assert self.index == home_of(self.manifest.table(table), one, self.manifest.num_shards)
         rows = [row_of(table, ids) for table, ids in zip(tables, parts, strict=True)]
         return ShardReply(
             embeddings_ND=np.concatenate([*rows, np.empty((0, DIM), dtype=np.float32)]),

@@ -6,11 +6,10 @@ A leaf: standard library and pydantic only, so that every part can import it.
 from export.contract.errors import UserError
 from export.contract.layout import (
     RepositoryError,
-    check_collection_name,
+    check_size,
     collections,
     read_manifest,
     shard_dir,
-    shard_model_name,
     version_dir,
     versions,
 )
@@ -32,6 +31,7 @@ from export.contract.manifest import (
     Unknown,
     Zch,
 )
+from export.contract.names import check_collection_name, shard_model_name
 from export.contract.routing import as_unsigned, even_row_ranges, hash_shard, mix64
 
 __all__ = [
@@ -55,6 +55,7 @@ __all__ = [
     "Zch",
     "as_unsigned",
     "check_collection_name",
+    "check_size",
     "collections",
     "even_row_ranges",
     "hash_shard",

@@ -16,7 +16,6 @@
       clicks_shard_1/
 """
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,26 +32,9 @@ BYTECODE_GUARD = "__pycache__"
 """An empty file where Python would make a directory: a shard's directory must never change, or Triton takes a version
 that is being served for a modified one and reloads its process when the next version is loaded."""
 
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,62}")
-_SHARD_SUFFIX = re.compile(r".*_shard_\d+")
-
 
 class RepositoryError(UserError):
     """A model repository, or something in it, is not what it has to be; the message names the path and the rule."""
-
-
-def check_collection_name(name: str) -> str:
-    """Return ``name`` if it can name a collection, else raise ValueError with the rule it breaks."""
-    if not _NAME.fullmatch(name):
-        raise ValueError(f"collection name {name!r}: use a letter, then up to 62 letters, digits, '_', '-' or '.'")
-    if _SHARD_SUFFIX.fullmatch(name):
-        raise ValueError(f"collection name {name!r}: a name that ends in _shard_<number> is kept for Triton's models")
-    return name
-
-
-def shard_model_name(collection: str, shard: int) -> str:
-    """Name of the Triton model that serves one shard of a collection."""
-    return f"{collection}_shard_{shard}"
 
 
 def version_dir(repo: Path, collection: str, version: int) -> Path:
@@ -104,3 +86,34 @@ def read_manifest(repo: Path, collection: str, version: int) -> Manifest:
             f"{path}: says {manifest.collection} version {manifest.version}, its place says {collection} {version}"
         )
     return manifest
+
+
+def check_size(directory: Path, manifest: Manifest, relative: str) -> Path:
+    """Path of a file that a version lists, once it is known to be there and as long as the manifest says.
+
+    Only the length: reading a large file whole is the business of ``kjtserve verify``, not of every start.
+
+    Args:
+        directory: The version's directory.
+        manifest: The version's manifest.
+        relative: The file, as the manifest lists it.
+
+    Raises:
+        RepositoryError: The manifest does not list the file, or it is missing, or has another size.
+    """
+    size_bytes = next((file.size_bytes for file in manifest.files if file.path == relative), None)
+    if size_bytes is None:
+        raise RepositoryError(f"{directory / MANIFEST_FILE}: lists no file {relative}; export again")
+    path = directory / relative
+    try:
+        actual_bytes = path.stat().st_size
+    except OSError as exc:
+        raise RepositoryError(
+            f"{path}: {exc.strerror}; the manifest lists it: copy the version directory again"
+        ) from exc
+    if actual_bytes != size_bytes:
+        raise RepositoryError(
+            f"{path}: {actual_bytes} bytes, the manifest says {size_bytes}: the copy is incomplete or was changed; "
+            "copy the version directory again"
+        )
+    return path

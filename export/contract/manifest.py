@@ -10,6 +10,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from export.contract.names import CollectionName, RelativePath, shard_model_name
+
 INT64_MAX = (1 << 63) - 1
 SENTINEL_IDS = (-1, INT64_MAX)
 """Ids that never name a row of a managed-collision table: the hash table's and MCH's marks of an empty slot."""
@@ -21,9 +23,9 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class Strict(BaseModel):
-    """Frozen, and a field that nobody declared is an error: writer and readers cannot drift apart in silence."""
+    """Frozen, no type is bent to fit, and a field that nobody declared is an error: writer and readers cannot drift apart."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Remap(StrEnum):
@@ -116,9 +118,10 @@ class Table(Strict):
     routing: Routing
     placements: tuple[Placement, ...]
     """Ordered by row range, then shard; ``table``: one, ``rows`` and ``hash``: one for each shard."""
-    input_hash: str | None = None
+    input_hash: RelativePath | None = None
     """File (relative to the version directory) of the program to run over this table's ids before anything else:
-    INT64 [N] → INT64 [N], element by element."""
+    INT64 [N] → INT64 [N], element by element. It uses aten operators only, so that torch alone loads and runs it: the
+    exporter refuses any other, FBGEMM's included."""
     zch: Zch | None = None
 
     @model_validator(mode="after")
@@ -163,7 +166,7 @@ class ShardTable(Strict):
 class StateFile(Strict):
     """A file of the version, by path relative to the version directory."""
 
-    path: str
+    path: RelativePath
     size_bytes: Count
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -173,7 +176,7 @@ class Shard(Strict):
 
     index: Count
     model: str
-    """Name of the Triton model."""
+    """Name of the Triton model: ``shard_model_name(collection, index)``."""
     tables: tuple[ShardTable, ...]
     """In the order of the request's ``table_lengths``."""
     state: tuple[str, ...]
@@ -197,7 +200,7 @@ class Manifest(Strict):
     """
 
     schema_version: Literal[1] = 1
-    collection: str
+    collection: CollectionName
     version: Annotated[int, Field(ge=1)]
     kind: Literal["base"] = "base"
     created_s: float
@@ -231,23 +234,56 @@ class Manifest(Strict):
         raise KeyError(name)
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _tables_are_distinct(self) -> Self:
         names = [table.name for table in self.tables]
         if len(set(names)) != len(names) or not names:
             raise ValueError(f"tables must be named once each, and there must be one: {names}")
+        makers: dict[str, str] = {}
+        for _, table, name in self.embeddings:
+            if name in makers:
+                raise ValueError(f"tables {makers[name]} and {table.name}: both have the embedding name {name!r}")
+            makers[name] = table.name
+        return self
+
+    @model_validator(mode="after")
+    def _shards_are_numbered(self) -> Self:
         if [shard.index for shard in self.shards] != list(range(self.num_shards)):
             raise ValueError(f"shards must be 0..{self.num_shards - 1} in order")
+        for shard in self.shards:
+            if shard.model != (model := shard_model_name(self.collection, shard.index)):
+                raise ValueError(f"shard {shard.index}: its model is {model}, not {shard.model!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _tables_are_placed(self) -> Self:
         for table in self.tables:
             if table.dim != self.dim:
                 raise ValueError(f"table {table.name}: dim {table.dim}, the collection has {self.dim}")
-            if table.routing is not Routing.TABLE and [p.shard for p in table.placements] != list(
-                range(self.num_shards)
-            ):
+            shards = [placement.shard for placement in table.placements]
+            if table.routing is not Routing.TABLE and shards != list(range(self.num_shards)):
                 raise ValueError(f"table {table.name}: routing {table.routing.value} names every shard once, in order")
-            for placement in table.placements:
-                if placement.shard >= self.num_shards:
-                    raise ValueError(f"table {table.name}: shard {placement.shard} of {self.num_shards}")
-                held = [entry.table for entry in self.shards[placement.shard].tables]
-                if held.count(table.name) != 1:
-                    raise ValueError(f"table {table.name}: shard {placement.shard} does not list it once")
+            for shard in shards:
+                if shard >= self.num_shards:
+                    raise ValueError(f"table {table.name}: shard {shard} of {self.num_shards}")
+                if [entry.table for entry in self.shards[shard].tables].count(table.name) != 1:
+                    raise ValueError(f"table {table.name}: shard {shard} does not list it once")
+        return self
+
+    @model_validator(mode="after")
+    def _shards_hold_what_is_placed(self) -> Self:
+        placed = {(placement.shard, table.name) for table in self.tables for placement in table.placements}
+        for shard in self.shards:
+            for entry in shard.tables:
+                if (shard.index, entry.table) not in placed:
+                    raise ValueError(f"shard {shard.index}: lists table {entry.table!r}, which is not placed there")
+        return self
+
+    @model_validator(mode="after")
+    def _files_are_listed(self) -> Self:
+        listed = [file.path for file in self.files]
+        if len(set(listed)) != len(listed):
+            raise ValueError(f"files must be listed once each: {listed}")
+        for table in self.tables:
+            if table.input_hash is not None and table.input_hash not in listed:
+                raise ValueError(f"table {table.name}: its input_hash {table.input_hash!r} is not among the files")
         return self

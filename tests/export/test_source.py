@@ -128,3 +128,12 @@ def test_rows_of_another_shape_than_the_config_says_are_refused():
     module.embeddings["item"] = nn.Embedding(5, 4)
     with pytest.raises(ExportError, match=r"table item: its rows have shape \(5, 4\), its config says \(23, 4\)"):
         read_collection(module)
+
+
+def test_two_features_whose_outputs_would_have_one_name_are_refused():
+    module = plain_collection({"t": 4, "u": 4}, {"t": ["a@u", "a"], "u": ["a"]})
+    with pytest.raises(
+        ExportError,
+        match="feature 'a@u' of table t and feature 'a' of table u both have the embedding name 'a@u'; rename a feature",
+    ):
+        read_collection(module)

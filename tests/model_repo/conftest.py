@@ -16,14 +16,13 @@ import torch
 from safetensors.torch import save_file
 
 import model_repo
-from export.contract import Manifest
+from export.contract import Manifest, shard_model_name
 from export.contract.layout import (
     CONFIG_FILE,
     MANIFEST_FILE,
     PROGRAM_FILE,
     RUNTIME_FILE,
     STATE_FILE,
-    shard_model_name,
 )
 
 DIM = 4
@@ -96,7 +95,7 @@ def write_version(repo: Path, version: int = 1) -> Path:
             "torchrec": "1.8.0",
         },
     }
-    text = Manifest.model_validate(manifest).model_dump_json()
+    text = Manifest.model_validate_json(json.dumps(manifest)).model_dump_json()
     (directory / MANIFEST_FILE).write_text(text)
     return link_version(repo, version)
 

@@ -9,7 +9,9 @@ from export.contract import (
     Manifest,
     RepositoryError,
     Routing,
+    StateFile,
     check_collection_name,
+    check_size,
     collections,
     read_manifest,
     versions,
@@ -19,7 +21,7 @@ from tests.manifests import make_manifest, make_table
 
 def example():
     tables = [
-        make_table("user", ["user", "both"], routing=Routing.HASH, num_shards=2, shared=["both"]),
+        make_table("user", ["user", "both"], routing=Routing.HASH, num_shards=2, shared=["both"], input_hash="h.pt2"),
         make_table("item", ["both", "item"], routing=Routing.HASH, num_shards=2, shared=["both"]),
         make_table("cat", ["cat"], routing=Routing.ROWS, num_shards=2, rows=7),
     ]
@@ -51,6 +53,23 @@ def set_at(document, path, value):
         (("tables", 0, "surprise"), 1, "surprise"),
         (("schema_version",), 2, "schema_version"),
         (("version",), 0, "version"),
+        (("version",), "1", "version\n.*valid integer"),
+        (("version",), 1.0, "version\n.*valid integer"),
+        (("created_s",), "now", "created_s"),
+        (("shards", 0, "state_bytes"), True, "state_bytes\n.*valid integer"),
+        (("tables", 0, "routing"), "HASH", "routing\n.*'hash'"),
+        (("collection",), "../clicks", "collection name '../clicks'"),
+        (("files", 0, "path"), "/etc/passwd", "path '/etc/passwd': must be relative"),
+        (("files", 0, "path"), "other.pt2", "table user: its input_hash 'h.pt2' is not among the files"),
+        (("tables", 0, "input_hash"), "../../evil.pt2", "path '../../evil.pt2': must be relative"),
+        (("tables", 0, "input_hash"), "evil.pt2", "table user: its input_hash 'evil.pt2' is not among the files"),
+        (
+            ("tables", 0, "embedding_names"),
+            ["both@item", "x"],
+            "user and item: both have the embedding name 'both@item'",
+        ),
+        (("shards", 1, "model"), "clicks_shard_0", "shard 1: its model is clicks_shard_1, not 'clicks_shard_0'"),
+        (("shards", 0, "tables", 0, "table"), "who", "does not list it once"),
         (("num_shards",), 3, "shards must be 0..2"),
         (("dim",), 5, "dim 3, the collection has 5"),
         (("tables", 0, "name"), "item", "named once"),
@@ -69,7 +88,46 @@ def test_what_breaks_a_rule_is_refused_by_name(path, value, words):
     document = json.loads(example().model_dump_json())
     set_at(document, path, value)
     with pytest.raises(ValidationError, match=words):
-        Manifest.model_validate(document)
+        Manifest.model_validate_json(json.dumps(document))
+
+
+@pytest.mark.parametrize("path", ["", "/", "a/../b", "..", "./a", "a//b", "a/", "/a", "a\\b", "a\nb", "a\0"])
+def test_a_path_that_may_leave_the_version_is_refused(path):
+    with pytest.raises(ValidationError, match="must be relative to the version directory"):
+        StateFile(path=path, size_bytes=0, sha256="0" * 64)
+
+
+@pytest.mark.parametrize("path", ["h.pt2", "shard_0/state.safetensors", "a..b/...", "shard_0/__pycache__"])
+def test_a_path_inside_the_version_passes(path):
+    assert StateFile(path=path, size_bytes=0, sha256="0" * 64).path == path
+
+
+def test_a_file_listed_twice_is_refused():
+    document = json.loads(example().model_dump_json())
+    document["files"] *= 2
+    with pytest.raises(ValidationError, match="listed once each"):
+        Manifest.model_validate_json(json.dumps(document))
+
+
+def test_a_shard_that_lists_a_table_placed_elsewhere_is_refused():
+    tables = [make_table(name, [name], routing=Routing.TABLE, num_shards=2, home=at) for at, name in enumerate("ab")]
+    document = json.loads(make_manifest(tables, 2).model_dump_json())
+    document["shards"][0]["tables"].append({"table": "b", "rows": 1})
+    with pytest.raises(ValidationError, match="shard 0: lists table 'b', which is not placed there"):
+        Manifest.model_validate_json(json.dumps(document))
+
+
+def test_the_size_of_a_file_is_held_against_the_manifest(tmp_path):
+    manifest = example()
+    with pytest.raises(RepositoryError, match=r"h\.pt2: No such file or directory; the manifest lists it"):
+        check_size(tmp_path, manifest, "h.pt2")
+    (tmp_path / "h.pt2").write_bytes(b"12")
+    with pytest.raises(RepositoryError, match=r"h\.pt2: 2 bytes, the manifest says 1: the copy is incomplete"):
+        check_size(tmp_path, manifest, "h.pt2")
+    (tmp_path / "h.pt2").write_bytes(b"1")
+    assert check_size(tmp_path, manifest, "h.pt2") == tmp_path / "h.pt2"
+    with pytest.raises(RepositoryError, match=r"manifest\.json: lists no file other\.pt2"):
+        check_size(tmp_path, manifest, "other.pt2")
 
 
 def publish(repo, name, version, manifest=None):
