@@ -19,6 +19,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from export.contract.errors import UserError
 from export.contract.manifest import Manifest
 
@@ -31,6 +33,8 @@ CONFIG_FILE = "config.pbtxt"
 BYTECODE_GUARD = "__pycache__"
 """An empty file where Python would make a directory: a shard's directory must never change, or Triton takes a version
 that is being served for a modified one and reloads its process when the next version is loaded."""
+
+_MAX_FAULTS = 3
 
 
 class RepositoryError(UserError):
@@ -79,13 +83,20 @@ def read_manifest(repo: Path, collection: str, version: int) -> Manifest:
         manifest = Manifest.model_validate_json(path.read_bytes())
     except OSError as exc:
         raise RepositoryError(f"{path}: {exc.strerror}; published versions: {versions(repo, collection)}") from exc
-    except ValueError as exc:
-        raise RepositoryError(f"{path}: not a manifest this kjtserve can read: {exc}") from exc
+    except ValidationError as exc:
+        raise RepositoryError(f"{path}: not a manifest this kjtserve can read: {_faults(exc)}") from exc
     if (manifest.collection, manifest.version) != (collection, version):
         raise RepositoryError(
             f"{path}: says {manifest.collection} version {manifest.version}, its place says {collection} {version}"
         )
     return manifest
+
+
+def _faults(exc: ValidationError) -> str:
+    """The first faults on one line; each names its field."""
+    faults = [f"{'.'.join(map(str, error['loc'])) or 'manifest'}: {error['msg']}" for error in exc.errors()]
+    more = [f"and {len(faults) - _MAX_FAULTS} more"] if len(faults) > _MAX_FAULTS else []
+    return " ".join("; ".join([*faults[:_MAX_FAULTS], *more]).replace("Value error, ", "").split())
 
 
 def check_size(directory: Path, manifest: Manifest, relative: str) -> Path:

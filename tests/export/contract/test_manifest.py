@@ -1,6 +1,7 @@
 """The manifest: what one writer writes, strict readers read; what breaks a rule is refused by name."""
 
 import json
+import re
 
 import pytest
 from pydantic import ValidationError
@@ -164,8 +165,30 @@ def test_a_version_that_is_not_there_names_those_that_are(tmp_path):
 def test_a_manifest_that_is_none_says_what_ails_it(tmp_path):
     publish(tmp_path, "clicks", 1)
     (tmp_path / "clicks/1/manifest.json").write_text('{"collection": "clicks"}')
-    with pytest.raises(RepositoryError, match="num_shards"):
+    with pytest.raises(RepositoryError, match=r"version: Field required; created_s: .*; num_shards: .*; and 5 more$"):
         read_manifest(tmp_path, "clicks", 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "manifest: Invalid JSON: EOF"),
+        (b"\xff\xfe", "manifest: Invalid JSON"),
+        (b"[]", "manifest: Input should be an object"),
+        (b'{"a\\nb": 1}', "created_s: Field required; and 7 more"),
+        (example().model_dump_json().replace('"num_shards":2', '"num_shards":3').encode(), "manifest: shards must be"),
+    ],
+)
+def test_a_broken_manifest_is_one_short_line(tmp_path, content, words):
+    publish(tmp_path, "clicks", 1)
+    (tmp_path / "clicks/1/manifest.json").write_bytes(content)
+    with pytest.raises(RepositoryError, match=re.escape(words)) as caught:
+        read_manifest(tmp_path, "clicks", 1)
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path}/clicks/1/manifest.json: not a manifest this kjtserve can read: ")
+    assert "\n" not in message
+    assert "http" not in message
+    assert "Value error" not in message
 
 
 @pytest.mark.parametrize("name", ["", "9a", "a/b", "..", "a b", "x" * 64, "a_shard_0", "clicks\n"])
