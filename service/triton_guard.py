@@ -13,7 +13,9 @@ those of living ones, in other containers too.
 import argparse
 import ctypes
 import fcntl
+import glob
 import os
+import re
 import select
 import shutil
 import signal
@@ -25,6 +27,9 @@ from pathlib import Path
 SHM = Path("/dev/shm")  # noqa: S108 - where Triton keeps the tensors that its processes exchange
 PREFIX_START = "kjtserve_"
 LOCK_SUFFIX = "lock"
+
+_LOCK_NAME = re.compile(rf"{PREFIX_START}[0-9a-f]{{12}}_{LOCK_SUFFIX}")
+"""Anybody may put a file there, and its name says what is removed."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -87,6 +92,8 @@ def claim_prefix(prefix: str, shm: Path = SHM) -> int:
 def remove_dead_regions(shm: Path = SHM) -> None:
     """Remove the shared memory of servers that ended without anybody to clean up after them."""
     for path in shm.glob(f"{PREFIX_START}*_{LOCK_SUFFIX}"):
+        if not _LOCK_NAME.fullmatch(path.name):
+            continue
         try:
             lock = os.open(path, os.O_RDWR)
         except OSError:  # removed by another guard, or another user's
@@ -103,7 +110,7 @@ def remove_dead_regions(shm: Path = SHM) -> None:
 def remove_regions(prefix: str, shm: Path = SHM) -> None:
     """Remove every file of a prefix, its lock last."""
     lock = shm / f"{prefix}{LOCK_SUFFIX}"
-    for path in shm.glob(f"{prefix}*"):
+    for path in shm.glob(f"{glob.escape(prefix)}*"):
         if path != lock:
             path.unlink(missing_ok=True)
     lock.unlink(missing_ok=True)

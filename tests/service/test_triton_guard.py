@@ -131,25 +131,37 @@ def test_the_server_dies_with_a_killed_guard(guard):
 
 
 def test_regions_of_the_living_stay_and_those_of_the_dead_go(tmp_path):
-    for name in ("kjtserve_dead_", "kjtserve_alive_"):
+    for name in ("kjtserve_00000000dead_", "kjtserve_0000000a11fe_"):
         for suffix in ("lock", "region1", "region2"):
             (tmp_path / f"{name}{suffix}").touch()
     (tmp_path / "somebody_elses").touch()
-    with (tmp_path / "kjtserve_alive_lock").open() as lock:
+    with (tmp_path / "kjtserve_0000000a11fe_lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         triton_guard.remove_dead_regions(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "kjtserve_alive_lock",
-        "kjtserve_alive_region1",
-        "kjtserve_alive_region2",
+        "kjtserve_0000000a11fe_lock",
+        "kjtserve_0000000a11fe_region1",
+        "kjtserve_0000000a11fe_region2",
         "somebody_elses",
     ]
 
 
 def test_a_claimed_prefix_is_safe_from_the_start_until_the_lock_is_let_go(tmp_path):
-    lock = triton_guard.claim_prefix("kjtserve_mine_", tmp_path)
+    lock = triton_guard.claim_prefix("kjtserve_000000000001_", tmp_path)
     triton_guard.remove_dead_regions(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["kjtserve_mine_lock"]
+    assert [path.name for path in tmp_path.iterdir()] == ["kjtserve_000000000001_lock"]
     os.close(lock)
     triton_guard.remove_dead_regions(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["kjtserve_*_", "kjtserve_[0-9a-f]00000000001_", "kjtserve_", "kjtserve_0_"])
+def test_a_lock_of_a_name_that_no_server_has_removes_nothing(tmp_path, name):
+    lock = triton_guard.claim_prefix("kjtserve_000000000001_", tmp_path)
+    (tmp_path / "kjtserve_000000000001_region").touch()
+    (tmp_path / f"{name}lock").touch()
+    triton_guard.remove_dead_regions(tmp_path)
+    triton_guard.remove_regions("kjtserve_*_", tmp_path)
+    left = {path.name for path in tmp_path.iterdir()}
+    os.close(lock)
+    assert {"kjtserve_000000000001_lock", "kjtserve_000000000001_region"} <= left
