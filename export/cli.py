@@ -9,7 +9,6 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,12 +22,6 @@ from export.progress import Progress
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-class Runtime(StrEnum):
-    """What Triton runs a shard with."""
-
-    PYTHON = "python"
 
 
 def _check_name(name: str) -> str:
@@ -69,7 +62,6 @@ def export(  # noqa: PLR0917  typer calls it by keyword
     out_of_range: Annotated[
         OutOfRange, typer.Option(help="Answer to an id that a plain table has no row for: an error, or zeros.")
     ] = OutOfRange.REJECT,
-    runtime: Annotated[Runtime, typer.Option(help="Triton backend that runs the shards.")] = Runtime.PYTHON,
 ) -> None:
     """Export a trained TorchRec collection to a Triton model repository.
 
@@ -85,7 +77,6 @@ def export(  # noqa: PLR0917  typer calls it by keyword
     """
     if shards is not None and plan is not None:
         raise typer.BadParameter("give --shards or --plan, not both: the plan says how many shards there are")
-    del runtime  # one choice so far; the option is part of the public surface
     _check_target(module)
     from export.report import describe_shards, skew_warnings
 

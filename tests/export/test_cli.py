@@ -65,7 +65,7 @@ def test_every_option_reaches_the_export(kjtserve, tmp_path):
     (tmp_path / "plan.yaml").write_text("shards: 2\ntables: {item: {routing: table, shard: 1}}\n")
     status, _, err = kjtserve(
         *("export", "training_job:inner.build", "--out", "repo", "--name", "c"),
-        *("--plan", "plan.yaml", "--version", 4, "--unknown", "zero", "--runtime", "python"),
+        *("--plan", "plan.yaml", "--version", 4, "--unknown", "zero"),
     )
     assert (status, err) == (0, "")
     manifest = read_manifest(tmp_path / "repo", "c", 4)
@@ -108,6 +108,7 @@ def test_a_failure_is_one_line_on_stderr_and_status_1(kjtserve, tmp_path, argume
         ("export", "training_job:plain", "--out", "repo", "--name", "c", "--shards", 2, "--plan", "plan.yaml"),
         ("export", "training_job:plain", "--out", "repo", "--name", "c", "--unknown", "maybe"),
         ("export", "training_job:plain", "--out", "repo", "--name", "1"),
+        ("export", "training_job:plain", "--out", "repo", "--name", "c", "--runtime", "python"),
         ("verify", "repo"),
         ("verify", "repo", "--against", "training_job"),
         ("inspect", "repo", "--version", "x"),
