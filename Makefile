@@ -1,4 +1,6 @@
 # Every target works from a fresh checkout with Python 3.11, make and the package registries.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,9 +20,9 @@ $(READY): requirements/lock.txt pyproject.toml
 	@echo "setup: creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv --clear $(VENV)
 	@echo "setup: installing $$(grep -c == requirements/lock.txt) pinned packages"
-	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps --progress-bar on -r requirements/lock.txt | grep -v -e '^Requirement' -e '^Looking' || true
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps --progress-bar on -r requirements/lock.txt | { grep -v -e '^Requirement' -e '^Looking' || true; }
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --editable .
-	@$(BIN)/python -c 'import torchrec' 2>/dev/null || { echo "setup: the packages did not install; see pip's lines above" >&2; exit 1; }
+	@$(BIN)/python scripts/check_lock.py requirements/lock.txt
 	@touch $(READY)
 
 $(TOOLS): scripts/tools.py | $(READY)
