@@ -124,7 +124,7 @@ class DataPlane:
         timeout_s = self._timeout(request.timeout_s)
         deadline = asyncio.get_running_loop().time() + timeout_s
         valid = await self._validate(request, served.version)
-        permit.grow(valid.reply_bytes)
+        permit.grow(valid.reply_bytes + valid.work_bytes)
         try:
             async with asyncio.timeout_at(deadline):
                 reply = await served.batcher.submit(

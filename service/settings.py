@@ -28,7 +28,8 @@ class Settings(BaseSettings):
     max_inflight_requests: Annotated[int, Field(gt=0)] = 256
     """Requests admitted at a time; one more gets ``overloaded``."""
     max_inflight_bytes: Annotated[int, Field(gt=0)] = 2048 * MIB
-    """Request and predicted reply bytes admitted at a time; a request over what is left gets ``overloaded``."""
+    """Bytes that requests admitted at a time may hold: bodies, predicted replies and what answering takes in between. A
+    request over what is left gets ``overloaded``; one alone is let in whatever it takes."""
     default_timeout_s: Annotated[float, Field(gt=0)] = 5.0
     """Deadline of a request that names none."""
     max_timeout_s: Annotated[float, Field(gt=0)] = 60.0

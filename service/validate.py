@@ -16,6 +16,12 @@ from service.errors import InvalidArgument, NotFound, TooLarge
 from service.types import LookupRequest, Output, OutputDtype
 
 
+WORK_BYTES_PER_ID = 48
+"""An id as it is grouped, deduplicated, sorted by shard and sent, and its two positions: INT64 each."""
+WORK_BYTES_PER_NUMBER = 8
+"""A number of a unique row, in a shard's reply and in the batch's buffer: FP32 each."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Size limits on one request."""
@@ -45,6 +51,8 @@ class ValidRequest:
     """Ids over all segments: M of the reply."""
     reply_bytes: int
     """Predicted size of the reply's tensors."""
+    work_bytes: int
+    """Most memory that answering takes beside request and reply: ids, positions and rows on their way."""
 
 
 def validate(request: LookupRequest, version: ServedVersion, limits: Limits) -> ValidRequest:
@@ -82,7 +90,13 @@ def validate(request: LookupRequest, version: ServedVersion, limits: Limits) -> 
             f"values: {num_ids} rows of {version.dim} make a reply of {reply_bytes} bytes, "
             f"the limit is {limits.max_reply_bytes}; ask for fewer ids at a time"
         )
-    return ValidRequest(request=request, segments_E=tuple(segments), num_ids=num_ids, reply_bytes=reply_bytes)
+    return ValidRequest(
+        request=request,
+        segments_E=tuple(segments),
+        num_ids=num_ids,
+        reply_bytes=reply_bytes,
+        work_bytes=num_ids * (WORK_BYTES_PER_ID + WORK_BYTES_PER_NUMBER * version.dim),
+    )
 
 
 def predict_reply_bytes(request: LookupRequest, *, num_ids: int, dim: int, lengths: int) -> int:

@@ -4,11 +4,16 @@
 """
 
 import asyncio
+import json
 import os
+import sys
+import time
 from collections import Counter
+from pathlib import Path
 from urllib.request import urlopen
 
 import numpy as np
+import psutil
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.grpc.aio as triton_grpc_aio
@@ -125,3 +130,36 @@ async def test_under_kills_every_answer_is_exact_or_a_declared_failure(clicks):
     assert total(after, "kjtserve_inflight_requests") == 0
     with await asyncio.to_thread(urlopen, f"{serving.http_url}/v2/health/live", timeout=5) as response:
         assert response.status == 200
+
+
+CLIENTS = 64
+IDS_EACH = 500_000
+FLOOD = Path(__file__).with_name("flood.py")
+
+
+async def test_liveness_answers_while_many_clients_send_half_a_million_ids_each(clicks):
+    serving, _ = clicks
+    until(lambda: serving.get("/v2/health/ready")[0] == 200, 60, "ready")
+    flood = await asyncio.create_subprocess_exec(
+        sys.executable,
+        FLOOD,
+        *serving.http.split(":"),
+        *(str(number) for number in (CLIENTS, IDS_EACH, min(SECONDS, 20))),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    ended = asyncio.create_task(flood.communicate())
+    waits_s = []
+    while not ended.done():
+        started = time.monotonic()
+        code, _ = await asyncio.to_thread(serving.get, "/v2/health/live", 30)
+        assert code == 200
+        waits_s.append(time.monotonic() - started)
+        await asyncio.sleep(0.02)
+    answers = json.loads((await ended)[0])
+    p99_s = float(np.quantile(waits_s, 0.99))
+    rss = psutil.Process(serving.process.pid).memory_info().rss
+    print(f"\n{answers}; liveness p99 {p99_s * 1e3:.0f} ms, max {max(waits_s) * 1e3:.0f} ms; {rss >> 20} MB")
+    assert set(answers) <= {"200", "429", "504"}
+    assert answers["200"] > 10
+    assert len(waits_s) > 20
+    assert np.median(waits_s) < 0.2

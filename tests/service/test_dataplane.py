@@ -291,7 +291,7 @@ async def test_too_many_requests_are_refused_before_any_work():
 
 
 async def test_a_reply_that_does_not_fit_beside_the_others_is_refused_before_any_work():
-    async with stack(num_shards=1, max_inflight_bytes=1000) as it:
+    async with stack(num_shards=1, max_inflight_bytes=8000) as it:
         it.shards[0].delay_s = 60
         first = asyncio.create_task(it.ask(list(range(70))))
         await until(lambda: it.shards[0].requests)

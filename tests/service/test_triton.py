@@ -16,9 +16,11 @@ import pytest
 import tritonclient.grpc.aio as triton_grpc
 from tritonclient.utils import InferenceServerException
 
+from export.contract import RepositoryError
 from service import triton as triton_module
+from service import triton_ports
 from service.triton import TritonServer
-from service.triton_control import TritonCallError, load_model, read_index
+from service.triton_control import TritonCallError, read_index
 from service.triton_log import TritonStartError
 
 pytestmark = pytest.mark.e2e
@@ -41,6 +43,7 @@ class TritonPythonModel:
         return [pb_utils.InferenceResponse(output_tensors=[pb_utils.Tensor("pid", pid)]) for _ in requests]
 """
 DEADLINE_S = 30.0
+HELD = {"one": [1, 2], "two": [1]}
 
 
 def write_model(repo: Path, name: str, *versions: int, source: str = MODEL) -> None:
@@ -50,6 +53,12 @@ def write_model(repo: Path, name: str, *versions: int, source: str = MODEL) -> N
         (directory / "model.py").write_text(source)
         (directory / "__pycache__").touch()  # as the exporter does, or bytecode makes a version look changed
     (repo / name / "config.pbtxt").write_text(CONFIG % name)
+
+
+async def ready_versions(server: TritonServer, model: str) -> list[str]:
+    return sorted(
+        state.version for state in await read_index(server.grpc_address) if state.model == model and state.ready
+    )
 
 
 @pytest.fixture
@@ -104,7 +113,7 @@ def shm_files(prefix: str) -> list[str]:
 
 
 async def test_a_server_starts_answers_shows_metrics_and_leaves_nothing(repo):
-    async with started(TritonServer(repo, ["one", "two"]), watch=False) as server:
+    async with started(TritonServer(repo, HELD), watch=False) as server:
         pids = {await ask(server, "one", 1), await ask(server, "one", 2), await ask(server, "two", 1)}
         assert len(pids) == 3
         assert shm_files(server.shm_prefix)
@@ -115,7 +124,7 @@ async def test_a_server_starts_answers_shows_metrics_and_leaves_nothing(repo):
 
 
 async def test_repair_brings_back_the_dead_process_and_leaves_the_others_alone(repo):
-    async with started(TritonServer(repo, ["one", "two"]), watch=False) as server:
+    async with started(TritonServer(repo, HELD), watch=False) as server:
         before = [await ask(server, "one", 1), await ask(server, "one", 2), await ask(server, "two", 1)]
         os.kill(before[0], signal.SIGKILL)
         with pytest.raises(InferenceServerException, match="is not healthy"):
@@ -140,7 +149,7 @@ async def test_repair_loads_anew_where_files_cannot_be_touched(repo, monkeypatch
 
 async def test_watch_repairs_models_and_restarts_the_server_on_the_same_ports(repo, tmp_path):
     log_path = tmp_path / "triton.log"
-    async with started(TritonServer(repo, ["one", "two"], log_path=log_path), watch=True) as server:
+    async with started(TritonServer(repo, HELD, log_path=log_path), watch=True) as server:
         address, metrics_url, first_prefix = server.grpc_address, server.metrics_url, server.shm_prefix
         pid = await ask(server, "two")
         os.kill(pid, signal.SIGKILL)
@@ -174,25 +183,121 @@ async def test_a_new_version_that_does_not_load_leaves_the_old_one_serving(repo)
     async with started(TritonServer(repo, ["half"]), watch=False) as server:
         pid = await ask(server, "half", 1)
         write_model(repo, "half", 2, source="raise ValueError('broken')")
-        with pytest.raises(TritonCallError, match=r"version 2 is at UNAVAILABLE state: Internal: ValueError: broken$"):
-            await load_model(server.grpc_address, "half")
+        with pytest.raises(TritonCallError, match=r"^version 2: Internal: ValueError: broken$"):
+            await server.hold("half", [1, 2])
         assert await ask(server, "half", 1) == pid
-        reasons = {
-            state.version: state.reason for state in await read_index(server.grpc_address) if state.model == "half"
-        }
-        assert "ValueError: broken" in reasons["2"]
+        with pytest.raises(TritonCallError, match=r"^version 2: Internal: ValueError: broken$"):
+            await server.hold("half", [2])
+        assert await ask(server, "half", 1) == pid
+        os.kill(pid, signal.SIGKILL)
+        await server.repair("half")
+        assert await ask(server, "half", 1) != pid
+
+
+async def test_the_held_version_comes_back_though_two_newer_ones_were_published(repo):
+    async with started(TritonServer(repo, {"two": [1]}), watch=True) as server:
+        pid = await ask(server, "two")
+        write_model(repo, "two", 2, 3)
+        os.kill(pid, signal.SIGKILL)
+        await server.repair("two")
+        repaired = await ask(server, "two")
+        assert repaired != pid
+        assert await ready_versions(server, "two") == ["1"]
+
+        [triton] = psutil.Process(server._guard.pid).children()
+        triton.kill()
+        triton.wait()
+        assert await ask_until_answered(server, "two") != repaired
+        assert await ready_versions(server, "two") == ["1"]
+
+
+async def test_versions_are_added_and_dropped_without_touching_the_others(repo):
+    async with started(TritonServer(repo, ["one"]), watch=False) as server:
+        newest = await ask(server, "one", 2)
+        assert await ready_versions(server, "one") == ["2"]
+        await server.hold("one", [1, 2])
+        assert await ask(server, "one", 1) != newest
+        assert await ask(server, "one", 2) == newest
+        await server.hold("one", [2])
+        assert await ready_versions(server, "one") == ["2"]
+        assert await ask(server, "one", 2) == newest
+
+
+async def test_a_restart_serves_the_models_that_load_and_tries_the_other_again(repo):
+    async with started(TritonServer(repo, HELD), watch=True) as server:
+        source = repo / "two" / "1" / "model.py"
+        source.write_text("raise ValueError('broken since')")
+        [triton] = psutil.Process(server._guard.pid).children()
+        triton.kill()
+        triton.wait()
+        await ask_until_answered(server, "one", 2)
+        assert await ready_versions(server, "two") == []
+        source.write_text(MODEL)
+        await ask_until_answered(server, "two")
+
+
+async def test_models_load_side_by_side(repo):
+    source = MODEL.replace(
+        "    def execute", "    def initialize(self, args):\n        __import__('time').sleep(1.0)\n    def execute"
+    )
+    names = [f"slow{n}" for n in range(4)]
+    for name in names:
+        write_model(repo, name, 1, source=source)
+    async with started(TritonServer(repo, names), watch=False) as server:
+        began = [(await asyncio.to_thread(started_at, server, await ask(server, name))) for name in names]
+        assert max(began) - min(began) < 1.0, "a model's process was started when another one was done"
+
+
+def started_at(server: TritonServer, pid: int) -> float:
+    return psutil.Process(pid).create_time()
+
+
+async def test_a_restart_that_the_system_refuses_is_tried_again(repo, monkeypatch):
+    async with started(TritonServer(repo, {"two": [1]}), watch=True) as server:
+        pid = await ask(server, "two")
+        refusals = []
+        real = asyncio.create_subprocess_exec
+
+        async def refuse_once(*command, **options):
+            if refusals:
+                return await real(*command, **options)
+            refusals.append(command)
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+
+        monkeypatch.setattr(triton_module.asyncio, "create_subprocess_exec", refuse_once)
+        [triton] = psutil.Process(server._guard.pid).children()
+        triton.kill()
+        triton.wait()
+        assert await ask_until_answered(server, "two") != pid
+        assert len(refusals) == 1
+
+
+async def test_a_held_version_that_is_not_there_fails_the_start(repo):
+    server = TritonServer(repo, {"one": [1, 9]})
+    with pytest.raises(TritonStartError, match=r"did not load one: version 9: not loaded; is it in .*one\?$"):
+        await server.start()
+    await server.stop()
+
+
+async def test_a_server_that_ends_while_it_loads_fails_the_start_with_its_code(repo):
+    write_model(repo, "fatal", 1, source="import os, signal\nos.kill(os.getppid(), signal.SIGKILL)")
+    server = TritonServer(repo, {"fatal": [1]})
+    with pytest.raises(TritonStartError, match="Triton ended with code 137"):
+        await server.start()
+    assert not shm_files(server.shm_prefix)
+    await server.stop()
 
 
 async def test_a_model_that_is_not_there_is_named(repo):
     server = TritonServer(repo, ["nope"])
-    with pytest.raises(TritonStartError, match=r"did not load nope: .* holds no such model"):
+    with pytest.raises(RepositoryError, match="holds no version of a Triton model 'nope'"):
         await server.start()
     await server.stop()
 
 
 @pytest.mark.parametrize("lost", ["grpc", "metrics"])
 async def test_a_port_lost_to_somebody_else_is_replaced(repo, monkeypatch, lost):
-    free_ports = triton_module._free_ports
+    free_ports = triton_ports.free_ports
     with socket.create_server(("127.0.0.1", 0)) as squatter:
         taken = squatter.getsockname()[1]
         tries = []
@@ -202,17 +307,17 @@ async def test_a_port_lost_to_somebody_else_is_replaced(repo, monkeypatch, lost)
             tries.append(ports)
             if len(tries) > 1:
                 return ports
-            return triton_module._Ports(**{"grpc": ports.grpc, "metrics": ports.metrics, lost: taken})
+            return triton_ports.Ports(**{"grpc": ports.grpc, "metrics": ports.metrics, lost: taken})
 
-        monkeypatch.setattr(triton_module, "_free_ports", first_try_loses)
-        monkeypatch.setattr(triton_module, "METRICS_TIMEOUT_S", 0.5)
+        monkeypatch.setattr(triton_ports, "free_ports", first_try_loses)
+        monkeypatch.setattr(triton_ports, "METRICS_TIMEOUT_S", 0.5)
         async with started(TritonServer(repo, ["two"]), watch=False) as server:
             assert len(tries) == 2
             assert await ask(server, "two")
 
 
 async def test_stop_during_a_start_leaves_nothing(repo):
-    server = TritonServer(repo, ["one", "two"])
+    server = TritonServer(repo, HELD)
     starting = asyncio.create_task(server.start())
     deadline = time.monotonic() + DEADLINE_S
     while not server.running:
@@ -232,7 +337,7 @@ import asyncio, sys
 from pathlib import Path
 from service.triton import TritonServer
 async def main():
-    server = TritonServer(Path(sys.argv[1]), ["one", "two"])
+    server = TritonServer(Path(sys.argv[1]), {"one": [1, 2], "two": [1]})
     await server.start()
     print(server._guard.pid, server.shm_prefix, server._directory, flush=True)
     await asyncio.sleep(600)
