@@ -151,7 +151,9 @@ async def _start_triton(
     models = [model for version in served for model in version.models_S]
     triton = TritonServer(repo, models)
     stack.push_async_callback(triton.stop)
+    log.info("triton_starting", models=len(models), collections=[version.collection for version in served])
     await triton.start()
+    log.info("triton_ready", grpc=triton.grpc_address, metrics=triton.metrics_url, log=str(triton.log_path))
     _spawn(stack, triton.watch(), broken)
     return triton
 
