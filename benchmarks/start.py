@@ -64,6 +64,7 @@ class StartedShard:
             version=self.manifest.version,
             ids_N=ids_N,
             table_lengths_T=np.array([ids_N.size]),
+            dim=self.manifest.dim,
             want_row_ids=True,
             want_hits=True,
         )

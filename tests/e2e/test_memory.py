@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -21,11 +22,16 @@ DIM = 128
 COMPARE_EVERY = 16
 
 
-async def test_a_shard_of_a_2_gb_table_holds_its_state_once_and_little_more(tmp_path):
+@pytest.fixture
+def repo(tmp_path):
+    yield tmp_path / "repo"
+    shutil.rmtree(tmp_path / "repo", ignore_errors=True)  # pytest would keep 2 GB of it, three times over
+
+
+async def test_a_shard_of_a_2_gb_table_holds_its_state_once_and_little_more(repo):
     module = build_full_map(ROWS - 1, dim=DIM)
     (ids, rows), weight = map_of(module), weight_of(module)
     assert weight.nbytes > 2e9
-    repo = tmp_path / "repo"
     manifest = export_collection(module, repo, name="big", num_shards=1)
     (shard,) = manifest.shards
     gc.collect()
