@@ -1,5 +1,7 @@
 """Both edges over a fake plane: one pair of servers for all tests of a file, the plane fresh for each."""
 
+from pathlib import Path
+
 import pytest
 import pytest_asyncio
 
@@ -7,10 +9,13 @@ from service.settings import Settings
 from tests.service.edge_servers import serve_edges, until
 from tests.service.fakes import FakePlane
 
+EDGE_TESTS = tuple(Path(__file__).parent / folder for folder in ("edges", "grpc", "rest"))
+
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if item.get_closest_marker("asyncio") is not None and __file__.rpartition("/")[0] in str(item.path):
+        over_edges = any(item.path.is_relative_to(folder) for folder in EDGE_TESTS)
+        if over_edges and item.get_closest_marker("asyncio") is not None:
             item.add_marker(pytest.mark.asyncio(loop_scope="module"), append=False)
 
 
