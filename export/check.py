@@ -1,9 +1,9 @@
 """Owns the proof that a version's files answer as the module does; must not write or publish anything.
 
 Every program is loaded back from the file, every state is mapped from the file, ids are routed by the contract's
-rule and the shards' answers merged, then held against ``export.oracle`` bit by bit.
+rule, and each shard's answers held against ``export.oracle`` bit by bit.
 
-Shape suffixes: N ids of one table, M ids of a request to one shard, D embedding dimension.
+Shape suffixes: N ids of one table, M ids of a request to one shard, D embedding dimension, S one entry a shard.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from export.errors import ExportError
 from export.oracle import Answer, eval_mode, hash_ids, look_up
 from export.progress import Progress
 from export.samples import IdsByTable, draw_requests, sweep_ids
-from export.source import CollectionSource
+from export.source import CollectionSource, TableSource
 from export.state import map_state
 from export.trace import load_exported, load_torchscript
 
@@ -29,7 +29,6 @@ _PROGRAMS: Mapping[str, Callable[[bytes], nn.Module]] = {
     PROGRAM_FILE: load_exported,
     TORCHSCRIPT_FILE: load_torchscript,
 }
-_POISON = -7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +64,7 @@ def check_version(directory: Path, manifest: Manifest, source: CollectionSource,
             for ids_N in sweep_ids(table):
                 compared += _compare(version, source, {table.name: ids_N}, raw=False, files=(PROGRAM_FILE,))
                 done += int(ids_N.shape[0])
-                on_progress(f"checking {table.name}", min(done, total), total)
+                on_progress(f"checking rows of {table.name}", min(done, total), total)
     return compared
 
 
@@ -130,14 +129,45 @@ def _compare(
 ) -> int:
     hashed = {name: _hashed(version, source, name, ids) if raw else ids for name, ids in ids_by_table.items()}
     sources = {table.name: table for table in source.tables}
-    expected = {name: look_up(sources[name], ids, version.manifest.table(name).unknown) for name, ids in hashed.items()}
-    for file in files:
-        for name, answer in _answer(version, hashed, file).items():
-            if not answer.equals(expected[name]):
-                raise ExportError(
-                    _difference(version.manifest, name, file, hashed[name], got=answer, want=expected[name])
-                )
+    routed = {name: _route(version.manifest, sources[name], ids) for name, ids in hashed.items()}
+    for shard in version.manifest.shards:
+        empty = torch.empty(0, dtype=torch.int64)
+        held = [entry.table for entry in shard.tables]
+        pieces = [routed[name].ids_S[shard.index] if name in routed else empty for name in held]
+        wanted = [routed[name].expected_S[shard.index] if name in routed else None for name in held]
+        for file in files:
+            for name, ids_M, got, want in zip(held, pieces, _ask(version, shard, pieces, file), wanted, strict=True):
+                if want is not None and not got.equals(want):
+                    raise ExportError(_difference(name, f"shard {shard.index} ({file})", ids_M, got=got, want=want))
     return sum(int(ids.shape[0]) for ids in hashed.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Routed:
+    """One table's ids, each with one shard, and the module's answers to them; all of it views of one piece of memory."""
+
+    ids_S: tuple[torch.Tensor, ...]
+    """By shard: INT64 [M]."""
+    expected_S: tuple[Answer, ...]
+
+
+def _route(manifest: Manifest, table: TableSource, ids_N: torch.Tensor) -> _Routed:
+    """Bring ids into the order of their shards before the module is asked, so that answers are compared in place."""
+    entry = manifest.table(table.name)
+    shards = torch.from_numpy(shard_of(entry, ids_N, manifest.num_shards))
+    counts = torch.bincount(shards, minlength=manifest.num_shards).tolist()
+    holders = {placement.shard for placement in entry.placements}
+    assert all(shard in holders for shard, count in enumerate(counts) if count)  # else ids would go unchecked
+    if max(counts) < len(ids_N):
+        ids_N = ids_N[torch.argsort(shards, stable=True)]
+    answer = look_up(table, ids_N, entry.unknown)
+    rows_S = torch.split(answer.embeddings_ND, counts)
+    row_ids_S, hits_S = torch.split(answer.row_ids_N, counts), torch.split(answer.hits_N, counts)
+    parts = zip(rows_S, row_ids_S, hits_S, strict=True)
+    return _Routed(
+        ids_S=torch.split(ids_N, counts),
+        expected_S=tuple(Answer(embeddings_ND=rows, row_ids_N=ids, hits_N=hits) for rows, ids, hits in parts),
+    )
 
 
 def _hashed(version: LoadedVersion, source: CollectionSource, name: str, ids_N: torch.Tensor) -> torch.Tensor:
@@ -148,25 +178,6 @@ def _hashed(version: LoadedVersion, source: CollectionSource, name: str, ids_N: 
     if not torch.equal(found, expected):
         raise ExportError(f"table {name}: {file or 'no input hash'} hashes ids differently from the module")
     return expected
-
-
-def _answer(version: LoadedVersion, ids_by_table: IdsByTable, file: str) -> dict[str, Answer]:
-    """Route ids after the input hash, ask every shard once, put the answers in place."""
-    manifest = version.manifest
-    answers = {name: _poisoned(int(ids.shape[0]), manifest.dim) for name, ids in ids_by_table.items()}
-    shards = {name: shard_of(manifest.table(name), ids, manifest.num_shards) for name, ids in ids_by_table.items()}
-    for shard in manifest.shards:
-        chosen = {name: torch.from_numpy(np.flatnonzero(at == shard.index)) for name, at in shards.items()}
-        held = [entry.table for entry in shard.tables]
-        pieces = [
-            ids_by_table[name][chosen[name]] if name in chosen else torch.empty(0, dtype=torch.int64) for name in held
-        ]
-        for name, piece in zip(held, _ask(version, shard, pieces, file), strict=True):
-            if name in chosen:
-                answers[name].embeddings_ND[chosen[name]] = piece.embeddings_ND
-                answers[name].row_ids_N[chosen[name]] = piece.row_ids_N
-                answers[name].hits_N[chosen[name]] = piece.hits_N
-    return answers
 
 
 def _ask(version: LoadedVersion, shard: Shard, pieces: list[torch.Tensor], file: str) -> Iterator[Answer]:
@@ -209,22 +220,12 @@ def shard_of(table: Table, ids_N: torch.Tensor, num_shards: int) -> np.ndarray[t
     return np.take(np.array([piece.shard for piece in table.placements], dtype=np.int64), place)
 
 
-def _poisoned(num_ids: int, dim: int) -> Answer:
-    return Answer(
-        embeddings_ND=torch.full((num_ids, dim), float(_POISON)),
-        row_ids_N=torch.full((num_ids,), _POISON),
-        hits_N=torch.zeros(num_ids, dtype=torch.bool),
-    )
-
-
-def _difference(manifest: Manifest, name: str, file: str, ids_N: torch.Tensor, *, got: Answer, want: Answer) -> str:
+def _difference(name: str, where: str, ids_M: torch.Tensor, *, got: Answer, want: Answer) -> str:
     rows = (got.embeddings_ND.view(torch.int32) != want.embeddings_ND.view(torch.int32)).any(1)
     differs = rows | (got.row_ids_N != want.row_ids_N) | (got.hits_N != want.hits_N)
     first = int(differs.nonzero()[0])
-    id_ = ids_N[first : first + 1]
-    shard = int(shard_of(manifest.table(name), id_, manifest.num_shards)[0])
     found, wanted = (f"row {int(a.row_ids_N[first])} hit {bool(a.hits_N[first])}" for a in (got, want))
     return (
-        f"table {name}: shard {shard} ({file}) differs from the module in {int(differs.sum())} of {len(ids_N)} ids; "
-        f"first id {int(id_)}: {found}, {'but other numbers' if found == wanted else f'the module says {wanted}'}"
+        f"table {name}: {where} differs from the module in {int(differs.sum())} of {len(ids_M)} ids; "
+        f"first id {int(ids_M[first])}: {found}, {'but other numbers' if found == wanted else f'the module says {wanted}'}"
     )

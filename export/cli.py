@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich import filesize
 from rich.console import Console
-from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
+from rich.text import Text
 
 from export.contract import OutOfRange, RepositoryError, Unknown, check_collection_name, collections, versions
 from export.progress import Progress
@@ -203,10 +205,19 @@ def _collection(repo: Path, name: str | None) -> str:
     return names[0]
 
 
+class _Rate(ProgressColumn):
+    """How fast a step goes, in what it counts (rows, bytes) a second; nothing for steps of one piece."""
+
+    def render(self, task: Task) -> Text:
+        if not task.speed or (task.total or 0) <= 1:
+            return Text()
+        return Text(f"{filesize.decimal(int(task.speed)).removesuffix('bytes').removesuffix('B').rstrip()}/s")
+
+
 @contextmanager
 def _progress() -> Iterator[Progress]:
     """Bars on stderr for whoever watches; nothing where nobody does."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), _Rate(), TimeRemainingColumn())
     with Bars(*columns, console=_stderr(), transient=True, disable=not sys.stderr.isatty()) as bars:
         tasks: dict[str, TaskID] = {}
 

@@ -76,8 +76,8 @@ def look_up(table: TableSource, ids_N: torch.Tensor, unknown: Unknown) -> Answer
         rows_N, hits_N = _remap(table, table.map, ids_N)
         zero = unknown is Unknown.ZERO
     embeddings_ND = table.embedding(rows_N.to(table.weight_RD.device)).float().cpu()
-    if zero:
-        embeddings_ND = torch.where(hits_N[:, None], embeddings_ND, torch.zeros(()))
+    if zero and not bool(hits_N.all()):
+        embeddings_ND[~hits_N] = 0.0
         rows_N = torch.where(hits_N, rows_N, NO_ROW)
     return Answer(embeddings_ND=embeddings_ND, row_ids_N=rows_N, hits_N=hits_N)
 

@@ -5,10 +5,12 @@ import re
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 
 from export import export_collection
+from export.cli import _Rate
 from export.contract import read_manifest
 from export.report import human_bytes, skew_warnings
 from service.cli import main
@@ -220,3 +222,10 @@ def test_help_needs_neither_torch_nor_torchrec():
         "sys.exit(any(name in sys.modules for name in ('torch', 'torchrec', 'numpy')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("total", "speed", "text"), [(4_000_000, 312_500.0, "312.5 k/s"), (100, 7.0, "7/s"), (1, 5.0, ""), (100, None, "")]
+)
+def test_a_bar_shows_its_rate(total, speed, text):
+    assert _Rate().render(SimpleNamespace(total=total, speed=speed)).plain == text

@@ -156,6 +156,16 @@ def test_one_changed_row_of_a_large_plain_table_is_caught(tmp_path):
         verify_version(tmp_path, "c", module)
 
 
+def test_the_bar_moves_while_rows_are_checked(tmp_path):
+    module = plain_collection({"big": 60_000}, dim=64)
+    told = []
+    export_collection(module, tmp_path, name="c", num_shards=2, on_progress=lambda *step: told.append(step))
+    done = [step[1] for step in told if step[0] == "checking rows of big"]
+    assert len(set(done)) >= 3
+    assert done == sorted(done)
+    assert done[-1] == 60_000
+
+
 class OffByOneMch(MchShard):
     def forward(self, ids, lengths, table, table_offsets, row_ids, rows, unknown_rows):  # noqa: PLR0917  a traced program takes its inputs by position
         rows, numbers, hits = MchShard.forward(self, ids, lengths, table, table_offsets, row_ids, rows, unknown_rows)
