@@ -6,6 +6,7 @@ runs, so that ``--help`` is quick.
 
 import json
 import logging
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,7 +83,7 @@ def export(  # noqa: PLR0917  typer calls it by keyword
     _check_target(module)
     from export.report import describe_shards, skew_warnings
 
-    with _progress() as on_progress:
+    with _ended_by_sigterm(), _progress() as on_progress:
         on_progress("loading torch and torchrec", 0, 1)
         from export.collection import export_collection
         from export.placement import read_plan
@@ -203,6 +204,21 @@ def _collection(repo: Path, name: str | None) -> str:
     if len(names) != 1:
         raise ExportError(f"{repo}: holds {len(names)} collections {names}; say which one with --name")
     return names[0]
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end an export as any failure does, so that no half-written version stays behind on the disk."""
+    from export.errors import ExportError
+
+    def stop(_signal: int, _frame: object) -> None:
+        raise ExportError("stopped by SIGTERM; published versions are untouched")
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Rate(ProgressColumn):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -229,3 +230,12 @@ def test_help_needs_neither_torch_nor_torchrec():
 )
 def test_a_bar_shows_its_rate(total, speed, text):
     assert _Rate().render(SimpleNamespace(total=total, speed=speed)).plain == text
+
+
+def test_sigterm_ends_an_export_with_one_line_and_leaves_nothing(kjtserve, tmp_path, monkeypatch):
+    monkeypatch.setattr("export.collection.check_version", lambda *_: signal.raise_signal(signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    status, out, err = kjtserve("export", "training_job:plain", "--out", "repo", "--name", "c")
+    assert (status, out, err) == (1, "", "kjtserve: stopped by SIGTERM; published versions are untouched\n")
+    assert [path.name for path in (tmp_path / "repo").rglob("*")] == ["c", ".lock"]
+    assert signal.getsignal(signal.SIGTERM) == before
