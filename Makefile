@@ -20,7 +20,7 @@ $(READY): requirements/lock.txt pyproject.toml
 	@echo "setup: creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv --clear $(VENV)
 	@echo "setup: installing $$(grep -c == requirements/lock.txt) pinned packages"
-	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps --progress-bar on -r requirements/lock.txt | { grep -v -e '^Requirement' -e '^Looking' || true; }
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps --progress-bar on -r requirements/lock.txt | { grep --line-buffered '^Collecting' || true; }
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --editable .
 	@$(BIN)/python scripts/check_lock.py requirements/lock.txt
 	@touch $(READY)
