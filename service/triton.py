@@ -1,37 +1,37 @@
 """Owns the Triton that ``kjtserve serve`` starts for itself: start, watch, repair, stop. Must not look up an id.
 
 A server that is killed leaves its model processes for seconds and their shared memory for ever: ``triton_guard`` sees
-to both. A model process that dies stays dead: ``triton_repair`` brings it back.
+to both. A model process that dies stays dead, and a model's own version policy lets go of the version in use:
+``triton_repair`` holds the versions that it is told to.
 """
 
 import asyncio
-import contextlib
 import os
 import secrets
 import shutil
-import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import structlog
 
-from service import triton_guard
-from service.triton_control import ModelState, TritonCallError, read_index, read_server_id
-from service.triton_files import Installation, build_backends, check_system, server_environment
-from service.triton_log import TritonStartError, find_complaint, first_line, read_tail
-from service.triton_repair import STABLE_S, ModelRepairs, backoff_s
+from service import triton_guard, triton_ports
+from service.triton_control import TritonCallError, read_server_id
+from service.triton_files import Installation, build_backends, check_system, server_command, server_environment
+from service.triton_log import TritonStartError, find_complaint, read_tail
+from service.triton_ports import HOST, Ports
+from service.triton_repair import STABLE_S, HeldModels, backoff_s
+from service.triton_versions import choose_versions
 
 log = structlog.get_logger(__name__)
 
-HOST = "127.0.0.1"
 PORT_TRIES = 5
 CHECK_INTERVAL_S = 1.0
 """Seconds between two looks at the model processes."""
-METRICS_TIMEOUT_S = 5.0
+END_NOTICE_S = 0.5
+"""The guard looks at its server more often than that."""
 
 _POLL_S = 0.05
 
@@ -40,18 +40,12 @@ class _PortTakenError(TritonStartError):
     """Somebody took a port between our look and Triton's."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ports:
-    grpc: int
-    metrics: int
-
-
 class TritonServer:
     """A Triton on free loopback ports, its model processes, and the watch over both.
 
     Args:
         repo: Model repository.
-        models: Names of the Triton models to load, every version that their configuration asks for.
+        models: Version numbers to hold of each Triton model, by its name; of mere names, the newest at the start.
         log_path: Where Triton's own output is appended; None: to a file that ends with the server.
         grace_s: Time that Triton has to end by itself when told to.
         start_timeout_s: Time that it has to come up with every model.
@@ -60,21 +54,21 @@ class TritonServer:
     def __init__(
         self,
         repo: Path,
-        models: Sequence[str],
+        models: Mapping[str, Sequence[int]] | Sequence[str],
         *,
         log_path: Path | None = None,
         grace_s: float = 10.0,
         start_timeout_s: float = 120.0,
     ) -> None:
         self._repo = repo.absolute()
-        self._models = tuple(models)
+        self._models = models
         self._log_path = log_path
         self._grace_s = grace_s
         self._start_timeout_s = start_timeout_s
-        self._repairs = ModelRepairs(self._repo, models)
         self._installation: Installation | None = None
         self._directory: Path | None = None
-        self._ports: _Ports | None = None
+        self._held: HeldModels | None = None
+        self._ports: Ports | None = None
         self._guard: asyncio.subprocess.Process | None = None
         self._log_start = 0
         self._stopping = False
@@ -102,24 +96,31 @@ class TritonServer:
         return self._log_path or self._run_directory / "triton.log"
 
     async def start(self) -> None:
-        """Start Triton and wait until every model answers for at least one version.
+        """Start Triton and wait until it holds every version of every model.
 
         Raises:
             TritonSetupError: Something is missing on this machine.
-            TritonStartError: Triton ended, a model did not load, or it took too long.
+            RepositoryError: The repository holds no such model.
+            TritonStartError: Triton ended, a version did not load, or it took too long.
         """
         self._installation = await asyncio.to_thread(check_system, num_models=len(self._models))
+        versions = await asyncio.to_thread(choose_versions, self._repo, self._models)
+        self._held = await asyncio.to_thread(HeldModels, self._repo, versions)
         self._directory = Path(tempfile.mkdtemp(prefix="kjtserve-triton-"))
         await asyncio.to_thread(build_backends, self._installation, self._directory / "backends")
         for remaining in reversed(range(PORT_TRIES)):
-            self._ports = _free_ports()
+            self._ports = triton_ports.free_ports()
             try:
-                await self._launch()
+                failed = await self._launch()
             except _PortTakenError:
                 if not remaining:
                     raise
                 continue
-            return
+            break
+        for model, error in failed.items():
+            start_error = self._start_error(f"Triton did not load {model}: {error}", find_reason=False)
+            await self._end_guard()
+            raise start_error
 
     async def watch(self) -> None:
         """Restart a server that ended, repair models whose process died; returns when ``stop`` is called."""
@@ -133,29 +134,47 @@ class TritonServer:
             log.error("triton_ended", exit_code=code, restart_in_s=backoff_s(failures))
             await asyncio.sleep(backoff_s(failures))
             try:
-                await self._launch()
-            except TritonStartError as exc:
+                failed = await self._launch()
+            except (TritonStartError, OSError) as exc:
                 log.error("triton_restart_failed", error=str(exc))  # noqa: TRY400 - its message says it all
-            else:
-                log.warning("triton_restarted")
+                continue
+            for model, error in failed.items():  # the others serve; this one is repaired with back-off
+                log.error("triton_model_failed", model=model, error=str(error))
+            log.warning("triton_restarted")
 
-    async def repair(self, model: str) -> None:
-        """Bring back a model of which Triton says that its process is not healthy; waits out the model's back-off.
+    async def hold(self, model: str, versions: Sequence[int]) -> None:
+        """Hold other versions of a model from now on; the processes of those that it holds already stay.
 
         Raises:
-            TritonCallError: It did not come back.
+            RepositoryError: Its configuration cannot be read.
+            TritonCallError: A version did not load; then what was held before still is.
         """
-        await self._repairs.repair(model)
+        await self._known_models.hold(model, versions)
+
+    async def repair(self, model: str) -> None:
+        """Bring back a model of which Triton says that its process is not healthy; see ``HeldModels.repair``.
+
+        Raises:
+            TritonCallError: A held version did not come back.
+        """
+        await self._known_models.repair(model)
 
     async def stop(self) -> None:
         """End Triton and everything of it; does nothing if there is nothing."""
         self._stopping = True
+        if self._held is not None:
+            await self._held.close()
         await self._end_guard()
         if self._directory is not None:
             await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
 
     @property
-    def _known_ports(self) -> _Ports:
+    def _known_models(self) -> HeldModels:
+        assert self._held is not None, "the server was not started"
+        return self._held
+
+    @property
+    def _known_ports(self) -> Ports:
         assert self._ports is not None, "the server was not started"
         return self._ports
 
@@ -164,83 +183,80 @@ class TritonServer:
         assert self._directory is not None, "the server was not started"
         return self._directory
 
-    async def _launch(self) -> None:
-        """Start one server process and wait for it; on failure nothing of it is left."""
+    async def _launch(self) -> dict[str, TritonCallError]:
+        """Start one server process and load its models; on failure nothing of it is left.
+
+        Returns:
+            By model, why a version of it did not load.
+        """
         self.shm_prefix = f"{triton_guard.PREFIX_START}{secrets.token_hex(6)}_"
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         guard = (sys.executable, "-I", "-S", triton_guard.__file__, "--shm-prefix", self.shm_prefix)
         options = ("--grace-s", str(self._grace_s), "--remove", str(self._run_directory), "--")
         assert self._installation is not None
+        backends = self._run_directory / "backends"
+        times = {"grace_s": self._grace_s, "stub_timeout_s": self._start_timeout_s}
+        command = server_command(
+            self._installation, self._repo, backends, self._known_ports, shm_prefix=self.shm_prefix, **times
+        )
         environment = server_environment(self._installation, os.environ, num_models=len(self._models))
         with self.log_path.open("ab") as output:
             self._guard = await asyncio.create_subprocess_exec(
                 *guard,
                 *options,
-                *self._command(self._installation),
+                *command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=output,
                 stderr=output,
                 env=environment,
                 start_new_session=True,  # Ctrl-C is for the front tier, which then stops Triton in its own order
             )
+        self._known_models.attach(self.grpc_address, self.shm_prefix)
         try:
-            await self._until_ready(self._guard)
+            await self._until_answering(self._guard)
+            return await self._load_models(self._guard)
         except TritonStartError:
             await self._end_guard()
             raise
-        self._repairs.attach(self.grpc_address, self.shm_prefix)
 
-    def _command(self, installation: Installation) -> list[str]:
-        ports = self._known_ports
-        return [
-            str(installation.server),
-            f"--id={self.shm_prefix}",
-            f"--model-repository={self._repo}",
-            f"--backend-directory={self._run_directory / 'backends'}",
-            "--model-control-mode=explicit",
-            *(f"--load-model={model}" for model in self._models),
-            "--exit-on-error=false",  # a bad version must not take the good ones down
-            "--disable-auto-complete-config",  # would start every model process once more, to ask it for its config
-            f"--exit-timeout-secs={max(1, int(self._grace_s))}",
-            f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}",
-            f"--backend-config=python,stub-timeout-seconds={max(1, int(self._start_timeout_s))}",
-            "--allow-http=false",
-            f"--grpc-address={HOST}",
-            f"--grpc-port={ports.grpc}",
-            f"--metrics-address={HOST}",
-            f"--metrics-port={ports.metrics}",
-        ]
-
-    async def _until_ready(self, guard: asyncio.subprocess.Process) -> None:
-        """Wait for a server that answers under our id, has every model and its metrics page."""
+    async def _until_answering(self, guard: asyncio.subprocess.Process) -> None:
+        """Wait for a server that answers under our id, and for its metrics page."""
         deadline_s = time.monotonic() + self._start_timeout_s
+        metrics_deadline_s = deadline_s
         while time.monotonic() < deadline_s:
             if guard.returncode is not None:
                 raise self._start_error(f"Triton ended with code {guard.returncode}")
             try:
                 # Whoever else listens on the port, if we lost it, has another id.
                 if await read_server_id(self.grpc_address) == self.shm_prefix:
-                    self._check_index(await read_index(self.grpc_address))
-                    if not await _serves_metrics(self._known_ports.metrics):
+                    metrics_deadline_s = min(metrics_deadline_s, time.monotonic() + triton_ports.METRICS_TIMEOUT_S)
+                    if await triton_ports.serves_metrics(self._known_ports.metrics):
+                        return
+                    if time.monotonic() > metrics_deadline_s:
                         raise _PortTakenError(f"Triton has no metrics page at {self.metrics_url}: the port is in use")
-                    return
             except TritonCallError:
                 pass
             await asyncio.sleep(_POLL_S)
-        raise self._start_error(f"Triton was not ready within {self._start_timeout_s:.0f} s")
+        raise self._start_error(f"Triton did not answer within {self._start_timeout_s:.0f} s")
 
-    def _check_index(self, index: Sequence[ModelState]) -> None:
-        for model in self._models:
-            states = [state for state in index if state.model == model]
-            for state in states:
-                if not state.ready and state.reason not in {"", "unloaded"}:
-                    log.error(
-                        "triton_version_failed", model=model, version=state.version, reason=first_line(state.reason)
-                    )
-            if not any(state.ready for state in states):
-                reasons = [f"version {state.version}: {first_line(state.reason)}" for state in states if state.version]
-                why = "; ".join(reasons) or f"{self._repo} holds no such model"
-                raise self._start_error(f"Triton did not load {model}: {why}", find_reason=False)
+    async def _load_models(self, guard: asyncio.subprocess.Process) -> dict[str, TritonCallError]:
+        loading = asyncio.create_task(self._known_models.load_all())
+        ended = asyncio.create_task(guard.wait())
+        try:
+            await asyncio.wait({loading, ended}, timeout=self._start_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if (
+                loading.done() and loading.result()
+            ):  # perhaps because the server died, of which the guard is yet to hear
+                await asyncio.wait({ended}, timeout=END_NOTICE_S)
+            if ended.done():
+                raise self._start_error(f"Triton ended with code {ended.result()}")
+            if not loading.done():
+                raise self._start_error(f"Triton's models were not ready within {self._start_timeout_s:.0f} s")
+            return loading.result()
+        finally:
+            loading.cancel()
+            ended.cancel()
+            await asyncio.gather(loading, ended, return_exceptions=True)
 
     def _start_error(self, message: str, *, find_reason: bool = True) -> TritonStartError:
         tail = read_tail(self.log_path, self._log_start)
@@ -262,7 +278,10 @@ class TritonServer:
     async def _mind_models(self) -> None:
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
-            await self._repairs.repair_dead()
+            try:
+                await self._known_models.repair_dead()
+            except OSError as exc:
+                log.error("triton_look_failed", error=str(exc))  # noqa: TRY400 - its message says it all
 
     async def _end_guard(self) -> None:
         guard = self._guard
@@ -278,21 +297,3 @@ class TritonServer:
             guard.kill()
             await guard.wait()
             triton_guard.remove_regions(self.shm_prefix)
-
-
-def _free_ports() -> _Ports:
-    with socket.create_server((HOST, 0)) as grpc, socket.create_server((HOST, 0)) as metrics:
-        return _Ports(grpc=grpc.getsockname()[1], metrics=metrics.getsockname()[1])
-
-
-async def _serves_metrics(port: int) -> bool:
-    """Whether Triton's metrics page is there: it comes after the gRPC service, and a taken port ends Triton then."""
-    try:
-        async with asyncio.timeout(METRICS_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(HOST, port)
-            with contextlib.closing(writer):
-                writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")
-                page = await reader.read()
-    except (OSError, TimeoutError):
-        return False
-    return b" 200 " in page[:16] and b"\nnv_" in page

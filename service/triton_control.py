@@ -47,10 +47,22 @@ async def read_index(address: str) -> list[ModelState]:
     ]
 
 
-async def load_model(address: str, model: str) -> None:
-    """Load a model, or what has changed of it on disk; raises ``TritonCallError`` with the reason if it fails."""
+async def load_model(address: str, model: str, config: str) -> None:
+    """Load what ``config`` asks for and is not loaded, or changed on disk; unload what it does not ask for.
+
+    A version that it asks for and that is not on disk is left out in silence.
+
+    Args:
+        address: Of the server's gRPC service.
+        model: Its name.
+        config: The model's whole configuration, as JSON; used in place of the one in the repository.
+
+    Raises:
+        TritonCallError: A version failed to load; the others are as they were.
+    """
     async with _service(address) as service:
         request = service_pb2.RepositoryModelLoadRequest(model_name=model)
+        request.parameters["config"].string_param = config
         await service.RepositoryModelLoad(request, timeout=LOAD_TIMEOUT_S)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from export.contract import UserError
+from service.triton_ports import HOST, Ports
 
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 LIBPYTHON = f"libpython{PYTHON}.so.1.0"
@@ -98,6 +99,35 @@ def build_backends(installation: Installation, directory: Path) -> None:
         if path.is_file():
             shutil.copy2(path, backend)
     shutil.copy2(installation.stub, backend)
+
+
+def server_command(
+    installation: Installation,
+    repo: Path,
+    backends: Path,
+    ports: Ports,
+    *,
+    shm_prefix: str,
+    grace_s: float,
+    stub_timeout_s: float,
+) -> list[str]:
+    """A server that loads nothing by itself and names its shared memory by ``shm_prefix``, which is its id, too."""
+    return [
+        str(installation.server),
+        f"--id={shm_prefix}",
+        f"--model-repository={repo}",
+        f"--backend-directory={backends}",
+        "--model-control-mode=explicit",
+        "--disable-auto-complete-config",  # would start every model process once more, to ask it for its config
+        f"--exit-timeout-secs={max(1, int(grace_s))}",
+        f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
+        f"--backend-config=python,stub-timeout-seconds={max(1, int(stub_timeout_s))}",
+        "--allow-http=false",
+        f"--grpc-address={HOST}",
+        f"--grpc-port={ports.grpc}",
+        f"--metrics-address={HOST}",
+        f"--metrics-port={ports.metrics}",
+    ]
 
 
 def server_environment(installation: Installation, environ: Mapping[str, str], *, num_models: int) -> dict[str, str]:

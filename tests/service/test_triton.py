@@ -171,7 +171,7 @@ async def test_a_model_that_does_not_load_fails_the_start_with_its_reason(repo):
     with pytest.raises(TritonStartError) as failure:
         await server.start()
     assert str(failure.value) == "Triton did not load bad: version 1: Internal: ValueError: the state is truncated"
-    assert "load failed for model 'bad'" in failure.value.log_tail
+    assert "failed to load 'bad'" in failure.value.log_tail
     assert not server.running
     assert not shm_files(server.shm_prefix)
     await server.stop()
@@ -190,6 +190,8 @@ async def test_a_new_version_that_does_not_load_leaves_the_old_one_serving(repo)
             await server.hold("half", [2])
         assert await ask(server, "half", 1) == pid
         os.kill(pid, signal.SIGKILL)
+        with pytest.raises(InferenceServerException, match="is not healthy"):
+            await ask(server, "half")
         await server.repair("half")
         assert await ask(server, "half", 1) != pid
 
@@ -199,6 +201,8 @@ async def test_the_held_version_comes_back_though_two_newer_ones_were_published(
         pid = await ask(server, "two")
         write_model(repo, "two", 2, 3)
         os.kill(pid, signal.SIGKILL)
+        with pytest.raises(InferenceServerException, match="is not healthy"):
+            await ask(server, "two")
         await server.repair("two")
         repaired = await ask(server, "two")
         assert repaired != pid
