@@ -19,6 +19,7 @@ from export.contract import (
     RepositoryError,
     Routing,
     Table,
+    check_size,
     read_manifest,
     version_dir,
 )
@@ -85,7 +86,7 @@ def load_version(repo: Path, collection: str, version: int) -> ServedVersion:
     manifest = read_manifest(repo, collection, version)
     directory = version_dir(repo, collection, version)
     files = {table.input_hash for table in manifest.tables if table.input_hash}
-    hashes = {file: _load_input_hash(directory / file) for file in sorted(files)}
+    hashes = {file: _load_input_hash(check_size(directory, manifest, file)) for file in sorted(files)}
     return compile_version(manifest, hashes)
 
 
