@@ -8,8 +8,9 @@ READY := $(VENV)/.ready
 TOOLS := .cache/tools/.ready
 SOURCES := export model_repo service benchmarks examples scripts tests
 PYTEST_ARGS ?=
+SOAK_S ?= 300
 
-.PHONY: help setup serve test check fmt unit e2e bench lock clean
+.PHONY: help setup serve test check fmt unit e2e soak bench lock clean
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
@@ -49,6 +50,9 @@ unit: setup
 
 e2e: setup
 	$(BIN)/pytest -m "e2e and not slow and not gpu" $(PYTEST_ARGS)
+
+soak: setup ## Load under kills against the real stack, for SOAK_S seconds
+	KJTSERVE_SOAK_S=$(SOAK_S) $(BIN)/pytest -s -m slow $(PYTEST_ARGS)
 
 bench: $(READY) ## Measure, side by side with what people use today
 	$(BIN)/kjtserve bench
