@@ -122,6 +122,8 @@ class ShardHealth:
     def _set(self, failure: ShardFailed | None) -> None:
         reason = None if failure is None else str(failure)
         if (reason is None) != (self.reason is None):
-            details = failure.details if failure is not None else None
-            log.warning("shard_ready_changed", model=self.model, ready=reason is None, details=details)
+            if failure is None:
+                log.info("shard_ready", model=self.model)
+            else:
+                log.warning("shard_not_ready", model=self.model, reason=reason, details=failure.details)
         self.reason = reason

@@ -67,7 +67,7 @@ def listen(kind: str, host: str, port: int) -> Iterator[socket.socket]:
     try:
         listener = socket.create_server((host, port), backlog=2048, reuse_port=False)
     except OSError as exc:
-        raise UserError(f"{_busy(kind, host, port)} ({exc.strerror})") from exc
+        raise UserError(_busy(kind, host, port)) from exc
     with listener:
         # Accepted connections inherit it. asyncio sets it only on sockets that were made with IPPROTO_TCP, and without it
         # a reply's second segment waits 40 ms for the client's delayed acknowledgement of the first.
@@ -77,6 +77,6 @@ def listen(kind: str, host: str, port: int) -> Iterator[socket.socket]:
 
 def _busy(kind: str, host: str, port: int) -> str:
     return (
-        f"cannot listen on {host}:{port}; choose another with --{kind}-port (0 takes a free one), "
+        f"cannot listen on {host}:{port}; choose another with --{kind}-port or KJTSERVE_{kind.upper()}_PORT (0 takes a free one), "
         f"or stop what uses it (`ss -ltnp 'sport = :{port}'` shows it)"
     )

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import structlog
 
+from service.errors import ErrorCode
+
 _SAFE_ID = re.compile(r"[A-Za-z0-9_.:/+=-]{1,128}")
 
 
@@ -30,6 +32,7 @@ def configure_logging(json: bool, level: str) -> None:
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.stdlib.ExtraAdder(),
+        _drop_colours,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     last: list[structlog.typing.Processor] = (
@@ -61,6 +64,20 @@ def configure_logging(json: bool, level: str) -> None:
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
+
+
+def _drop_colours(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Uvicorn sends each message a second time, with colours."""
+    event.pop("color_message", None)
+    return event
+
+
+def access_level(code: str) -> int:
+    """How loud a request's line is, by its outcome: what the client got wrong is no trouble of the operator's."""
+    if code == "ok":
+        return logging.DEBUG
+    mistakes = {ErrorCode.INVALID_ARGUMENT, ErrorCode.NOT_FOUND, ErrorCode.TOO_LARGE}
+    return logging.INFO if code in mistakes else logging.WARNING
 
 
 def new_request_id() -> str:

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from service.errors import ErrorCode, InvalidArgument, LookupFailed
 from service.grpc.converters import GENERIC_TEXT, MAX_MESSAGE_CHARS, STATUS, failure_metadata, failure_text
-from service.log import clean_request_id, request_context
+from service.log import access_level, clean_request_id, request_context
 from service.metrics import Metrics
 
 log = structlog.get_logger(__name__)
@@ -88,5 +88,11 @@ def _request_id(context: grpc.aio.ServicerContext) -> str:
 def _account(metrics: Metrics, route: str, code: str, seconds: float, error: str) -> None:
     metrics.requests.labels(route, code).inc()
     metrics.request_seconds.labels(route).observe(seconds)
-    line = log.debug if code == OK else log.warning
-    line("request", route=route, code=code, seconds=round(seconds, 6), error=error[:MAX_MESSAGE_CHARS])
+    log.log(
+        access_level(code),
+        "request",
+        route=route,
+        code=code,
+        seconds=round(seconds, 6),
+        error=error[:MAX_MESSAGE_CHARS],
+    )

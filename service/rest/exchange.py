@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.admission import Permit
 from service.errors import ErrorCode
-from service.log import clean_request_id, request_context
+from service.log import access_level, clean_request_id, request_context
 from service.metrics import Metrics
 from service.plane import Plane
 from service.rest.converters import GENERIC_TEXT, code_of_status, error_response
@@ -127,8 +127,8 @@ class ExchangeMiddleware:
         seconds = exchange.seconds or 0.0
         self._metrics.requests.labels(exchange.route, exchange.code).inc()
         self._metrics.request_seconds.labels(exchange.route).observe(seconds)
-        line = log.debug if exchange.code == "ok" else log.warning
-        line(
+        log.log(
+            access_level(exchange.code),
             "request",
             route=exchange.route,
             method=scope["method"],

@@ -6,7 +6,7 @@ import orjson
 import pytest
 import structlog
 
-from service.log import clean_request_id, configure_logging, rename_request, request_context
+from service.log import access_level, clean_request_id, configure_logging, rename_request, request_context
 
 
 @pytest.fixture(autouse=True)
@@ -75,3 +75,19 @@ def test_an_unknown_level_is_refused():
 def test_an_id_that_is_not_plain_is_replaced(offered):
     assert clean_request_id(offered) != offered
     assert clean_request_id("order-66/2:a") == "order-66/2:a"
+
+
+@pytest.mark.parametrize(
+    ("code", "level"),
+    [("ok", "DEBUG"), *((c, "INFO") for c in ("invalid_argument", "not_found", "too_large")),
+     *((c, "WARNING") for c in ("overloaded", "deadline_exceeded", "unavailable", "internal", "cancelled"))],
+)  # fmt: skip
+def test_only_what_an_operator_can_mend_is_a_warning(code, level):
+    assert access_level(code) == logging.getLevelName(level)
+
+
+def test_uvicorns_coloured_twin_of_a_message_is_dropped(capsys):
+    configure_logging(json=True, level="info")
+    logging.getLogger("service.x").info("started", extra={"color_message": "\x1b[36mstarted"})
+    (line,) = lines(capsys)
+    assert "color_message" not in line
