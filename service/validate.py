@@ -15,7 +15,6 @@ from service.catalog import ServedTable, ServedVersion
 from service.errors import InvalidArgument, NotFound, TooLarge
 from service.types import LookupRequest, Output, OutputDtype
 
-
 WORK_BYTES_PER_ID = 48
 """An id as it is grouped, deduplicated, sorted by shard and sent, and its two positions: INT64 each."""
 WORK_BYTES_PER_NUMBER = 8
