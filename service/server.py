@@ -148,7 +148,8 @@ def load_served(repo: Path) -> list[ServedVersion]:
 async def _start_triton(
     stack: AsyncExitStack, repo: Path, served: Sequence[ServedVersion], broken: asyncio.Event
 ) -> TritonServer:
-    models = [model for version in served for model in version.models_S]
+    # Pinned, so that a version that is published meanwhile is nobody's business yet.
+    models = {model: [version.base] for version in served for model in version.models_S}
     triton = TritonServer(repo, models)
     stack.push_async_callback(triton.stop)
     log.info("triton_starting", models=len(models), collections=[version.collection for version in served])

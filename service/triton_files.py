@@ -27,6 +27,15 @@ _RUNTIME_MODULES = ("model_repo", "export", "torch", "fbgemm_gpu", "numpy", "pyd
 """What a model process imports; where they lie is its PYTHONPATH."""
 
 
+MALLOC_SETTINGS = {
+    "MALLOC_ARENA_MAX": "4",
+    "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+}
+"""Keep the pages of a freed reply for the next one, in few places: as fast as Triton's own pool of replies, without its
+hundreds of megabytes."""
+
+
 class TritonSetupError(UserError):
     """Something that Triton needs is missing on this machine; the message is one line that says what to do."""
 
@@ -116,6 +125,8 @@ def server_command(
         str(installation.server),
         f"--id={shm_prefix}",
         f"--model-repository={repo}",
+        # It would keep its last 8 replies, tens of megabytes each; glibc keeps the pages instead, see MALLOC_SETTINGS.
+        "--grpc-infer-allocation-pool-size=0",
         f"--backend-directory={backends}",
         "--model-control-mode=explicit",
         "--disable-auto-complete-config",  # would start every model process once more, to ask it for its config
@@ -137,6 +148,7 @@ def server_environment(installation: Installation, environ: Mapping[str, str], *
     threads = max(1, len(os.sched_getaffinity(0)) // max(1, num_models))
     return {
         "OMP_NUM_THREADS": str(threads),
+        **MALLOC_SETTINGS,
         **environ,
         "LD_LIBRARY_PATH": os.pathsep.join(filter(None, libraries)),
         "PYTHONPATH": os.pathsep.join(filter(None, modules)),
