@@ -12,6 +12,7 @@ from tritonclient.utils import InferenceServerException
 
 from service.triton import TritonServer
 from service.triton_control import TritonCallError, load_model, read_index, unload_model
+from service.triton_versions import pin_versions, read_config
 
 pytestmark = pytest.mark.e2e
 
@@ -43,6 +44,17 @@ async def ask(triton, ids, table_lengths, *, version=1, model_version=1, outputs
             MODEL, inputs, model_version=str(model_version), outputs=wanted, client_timeout=DEADLINE_S
         )
     return {output.name: result.as_numpy(output.name) for output in result.get_response().outputs}
+
+
+@pytest.fixture
+def load(triton, link):
+    """Load exactly some versions, as a deployment does that holds them."""
+    config = read_config(link.parent.parent, MODEL)
+
+    async def run(*versions: int) -> None:
+        await load_model(triton.grpc_address, MODEL, pin_versions(config, versions))
+
+    return run
 
 
 async def read_samples(triton) -> dict[tuple[str, str, str], float]:
@@ -105,10 +117,10 @@ async def test_mistakes_get_their_code_and_the_next_request_an_answer(triton):
     assert (await ask(triton, [101], [1, 0]))["row_ids"].tolist() == [11]
 
 
-async def test_counters_keep_their_values_over_reloads_and_versions_answer_side_by_side(triton, add_version):
+async def test_counters_keep_their_values_over_reloads_and_versions_answer_side_by_side(triton, add_version, load):
     await ask(triton, [100, 0], [1, 1])
     add_version(2)
-    await load_model(triton.grpc_address, MODEL)
+    await load(1, 2)
     for version in (1, 2):
         await ask(triton, [100], [1, 0], version=version, model_version=version)
     await unload_model(triton.grpc_address, MODEL)
@@ -116,16 +128,16 @@ async def test_counters_keep_their_values_over_reloads_and_versions_answer_side_
     while any(state.ready for state in await read_index(triton.grpc_address)):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
-    await load_model(triton.grpc_address, MODEL)
+    await load(1, 2)
     await ask(triton, [100], [1, 0], version=2, model_version=2)
     await expect_counts(
         triton, {("user", "hit"): 4, ("user", "unknown"): 0, ("item", "hit"): 1, ("item", "out_of_range"): 0}
     )
 
 
-async def test_a_truncated_new_version_is_refused_by_name_and_the_old_one_serves_on(triton, add_version):
+async def test_a_truncated_new_version_is_refused_by_name_and_the_old_one_serves_on(triton, add_version, load):
     state = add_version(2) / "state.safetensors"
     state.write_bytes(state.read_bytes()[:-8])
     with pytest.raises(TritonCallError, match=r"state\.safetensors: \d+ bytes, the manifest says \d+"):
-        await load_model(triton.grpc_address, MODEL)
+        await load(1, 2)
     assert (await ask(triton, [101], [1, 0]))["row_ids"].tolist() == [11]

@@ -112,13 +112,20 @@ def shm_files(prefix: str) -> list[str]:
     return [path.name for path in Path("/dev/shm").glob(f"{prefix}*")]
 
 
+def read_page(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=5) as response:
+        return response.read().decode()
+
+
 async def test_a_server_starts_answers_shows_metrics_and_leaves_nothing(repo):
     async with started(TritonServer(repo, HELD), watch=False) as server:
         pids = {await ask(server, "one", 1), await ask(server, "one", 2), await ask(server, "two", 1)}
         assert len(pids) == 3
         assert shm_files(server.shm_prefix)
-        page = await asyncio.to_thread(lambda: urllib.request.urlopen(server.metrics_url, timeout=5).read().decode())
-        assert 'nv_inference_request_success{model="two",version="1"} 1' in page
+        counted = 'nv_inference_request_success{model="two",version="1"} 1'
+        async with asyncio.timeout(10):  # Triton counts a request after it has answered it
+            while counted not in await asyncio.to_thread(read_page, server.metrics_url):
+                await asyncio.sleep(0.02)
         assert server.log_path.stat().st_size > 0
     assert not server.running
 
