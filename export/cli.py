@@ -190,9 +190,12 @@ def _collections(repo: Path) -> list[str]:
     from export.errors import ExportError
 
     try:
-        return list(collections(repo))
+        found = list(collections(repo))
     except RepositoryError as exc:
         raise ExportError(str(exc)) from exc
+    if not found:
+        raise ExportError(f"{repo}: holds no collection; `kjtserve export … --out {repo}` writes one")
+    return found
 
 
 def _collection(repo: Path, name: str | None) -> str:

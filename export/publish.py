@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from export.contract import Manifest, StateFile, version_dir
+from export.contract import INT64_MAX, Manifest, StateFile, version_dir
 from export.contract.layout import CONFIG_FILE, MANIFEST_FILE, shard_dir
 from export.errors import ExportError
 
@@ -49,8 +49,8 @@ def choose_version(repo: Path, collection: str, version: int | None) -> int:
     taken = [int(path.name) for path in (repo / collection).iterdir() if path.name.isdecimal()]
     if version is None:
         return max(taken, default=0) + 1
-    if version < 1:
-        raise ExportError(f"version {version}: use a number from 1 on")
+    if not 1 <= version <= INT64_MAX:
+        raise ExportError(f"version {version}: use a number from 1 to {INT64_MAX}")
     if version in taken:
         raise ExportError(
             f"version {version} of {collection!r} exists and versions are immutable; "

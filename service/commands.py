@@ -9,13 +9,15 @@ from typing import Annotated
 
 import typer
 
-from export.contract import UserError
-
 
 def serve(
     repo: Annotated[Path, typer.Argument(metavar="REPO", help="Model repository that `kjtserve export` wrote.")],
-    http_port: Annotated[int | None, typer.Option(help="HTTP port (default 8080; 0 takes a free one).")] = None,
-    grpc_port: Annotated[int | None, typer.Option(help="gRPC port (default 8081; 0 takes a free one).")] = None,
+    http_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="HTTP port (default 8080; 0 takes a free one).")
+    ] = None,
+    grpc_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="gRPC port (default 8081; 0 takes a free one).")
+    ] = None,
     shards: Annotated[
         str | None,
         typer.Option(
@@ -32,7 +34,8 @@ def serve(
     from service.server import read_settings, run_server
 
     settings = read_settings(http_port=http_port, grpc_port=grpc_port)
-    asyncio.run(run_server(repo, settings, shards=shards.split(",") if shards else None))
+    addresses = None if shards is None else _read_addresses(shards)
+    asyncio.run(run_server(repo, settings, shards=addresses))
 
 
 def lookup(
@@ -57,12 +60,21 @@ def lookup(
     typer.echo(answer.text if as_json else render_table(answer))
 
 
+def _read_addresses(text: str) -> list[str]:
+    addresses = [address.strip() for address in text.split(",")]
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+            raise typer.BadParameter(f"{address!r} is not HOST:PORT; part several by commas", param_hint="--shards")
+    return addresses
+
+
 def _read_feature(text: str) -> tuple[str, list[list[int]]]:
     name, equals, ids = text.partition("=")
-    rule = f"--feature {text!r}: write NAME=1,2 (one sample) or NAME=1,2;3 (two samples)"
+    rule = f"{text!r}: write NAME=1,2 (one sample) or NAME=1,2;3 (two samples)"
     if not equals:
-        raise UserError(rule)
+        raise typer.BadParameter(rule, param_hint="--feature")
     try:
         return name, [[int(part) for part in sample.split(",") if part.strip()] for sample in ids.split(";")]
     except ValueError:
-        raise UserError(rule) from None
+        raise typer.BadParameter(rule, param_hint="--feature") from None

@@ -65,7 +65,11 @@ class DataPlane:
         self._settings = settings
         self._metrics = metrics
         self._limits = Limits(max_ids=settings.max_ids, max_reply_bytes=settings.max_reply_bytes)
-        self._admission = Admission(max_requests=settings.max_inflight_requests, max_bytes=settings.max_inflight_bytes)
+        self._admission = Admission(
+            max_requests=settings.max_inflight_requests,
+            max_bytes=settings.max_inflight_bytes,
+            max_reading=settings.max_reading_requests,
+        )
         metrics.inflight_requests.set_function(lambda: self._admission.inflight_requests)
         self._collections: dict[str, _Collection] = {}
         self._draining = False
@@ -121,8 +125,10 @@ class DataPlane:
 
     async def _answer(self, collection: _Collection, request: LookupRequest, permit: Permit) -> tuple[LookupReply, int]:
         served = self._pick(request.collection, collection, request.version)
+        permit.work()
         timeout_s = self._timeout(request.timeout_s)
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        now = asyncio.get_running_loop().time()
+        deadline = (now if permit.received_at is None else permit.received_at) + timeout_s
         valid = await self._validate(request, served.version)
         permit.grow(valid.reply_bytes + valid.work_bytes)
         try:

@@ -30,6 +30,10 @@ from service.triton import TritonServer
 
 log = structlog.get_logger(__name__)
 
+START_S = 120.0
+START_S_PER_MODEL = 20.0
+"""Time that a Triton has to come up: a model takes about 3 s of a core, on a machine that may be busy."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
@@ -150,7 +154,7 @@ async def _start_triton(
 ) -> TritonServer:
     # Pinned, so that a version that is published meanwhile is nobody's business yet.
     models = {model: [version.base] for version in served for model in version.models_S}
-    triton = TritonServer(repo, models)
+    triton = TritonServer(repo, models, start_timeout_s=START_S + START_S_PER_MODEL * len(models))
     stack.push_async_callback(triton.stop)
     log.info("triton_starting", models=len(models), collections=[version.collection for version in served])
     await triton.start()

@@ -21,12 +21,16 @@ class Settings(BaseSettings):
     """gRPC port; 0 takes a free one."""
     max_request_bytes: Annotated[int, Field(gt=0)] = 64 * MIB
     """Largest request body, counted while it streams and again after decompression."""
+    max_json_bytes: Annotated[int, Field(gt=0)] = 16 * MIB
+    """Largest JSON in a request: reading it takes many times its bytes. Send more ids as binary tensors."""
     max_reply_bytes: Annotated[int, Field(gt=0)] = 512 * MIB
     """Largest reply, predicted from the request before any shard is asked."""
     max_ids: Annotated[int, Field(gt=0)] = 4_000_000
-    """Most ids in one request."""
+    """Most ids in one request, and most lengths."""
     max_inflight_requests: Annotated[int, Field(gt=0)] = 256
-    """Requests admitted at a time; one more gets ``overloaded``."""
+    """Requests worked on at a time; one more gets ``overloaded``."""
+    max_reading_requests: Annotated[int, Field(gt=0)] = 1024
+    """Requests let in at a time, those whose bodies are still coming included: slow senders take only such a place."""
     max_inflight_bytes: Annotated[int, Field(gt=0)] = 2048 * MIB
     """Bytes that requests admitted at a time may hold: bodies, predicted replies and what answering takes in between. A
     request over what is left gets ``overloaded``; one alone is let in whatever it takes."""

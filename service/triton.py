@@ -20,7 +20,7 @@ import structlog
 from service import triton_guard, triton_ports
 from service.triton_control import TritonCallError, read_server_id
 from service.triton_files import Installation, build_backends, check_system, server_command, server_environment
-from service.triton_log import TritonStartError, find_complaint, read_tail
+from service.triton_log import TritonStartError, describe_end, find_complaint, read_tail
 from service.triton_ports import HOST, Ports
 from service.triton_repair import STABLE_S, HeldModels, backoff_s
 from service.triton_versions import choose_versions
@@ -225,7 +225,7 @@ class TritonServer:
         metrics_deadline_s = deadline_s
         while time.monotonic() < deadline_s:
             if guard.returncode is not None:
-                raise self._start_error(f"Triton ended with code {guard.returncode}")
+                raise self._start_error(describe_end(guard.returncode))
             try:
                 # Whoever else listens on the port, if we lost it, has another id.
                 if await read_server_id(self.grpc_address) == self.shm_prefix:
@@ -249,7 +249,7 @@ class TritonServer:
             ):  # perhaps because the server died, of which the guard is yet to hear
                 await asyncio.wait({ended}, timeout=END_NOTICE_S)
             if ended.done():
-                raise self._start_error(f"Triton ended with code {ended.result()}")
+                raise self._start_error(describe_end(ended.result()))
             if not loading.done():
                 raise self._start_error(f"Triton's models were not ready within {self._start_timeout_s:.0f} s")
             return loading.result()

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 from pathlib import Path
 
 from export.contract import UserError
@@ -10,6 +11,12 @@ TAIL_BYTES = 4096
 
 _COMPLAINT = re.compile(r"^(?:E\d{4} \S+\s+\d+ \S+\]\s*|error: )(?P<text>.*)$", re.MULTILINE)
 """An error line of glog (``E1130 21:05:10.614066 14015 main.cc:245] "…"``), or what is printed before there is a log."""
+
+
+_LOG_LINE = re.compile(r"[IWEF]\d{4} ")
+
+_NOISE = ("CudaDriverHelper has not been initialized", "Failed to initialize NVML")
+"""Errors that every start without a GPU logs, and that stop nothing."""
 
 
 class TritonStartError(UserError):
@@ -36,13 +43,24 @@ def read_tail(path: Path, start: int) -> str:
 
 
 def find_complaint(tail: str) -> str:
-    """The last error in the end of a log, on one line; the last line of all if there is no error."""
-    found = list(_COMPLAINT.finditer(tail))
-    if found:
-        return found[-1]["text"].strip(' "')
-    return tail.rstrip().splitlines()[-1].strip() if tail.strip() else ""
+    """The last error in the end of a log, on one line; without one, what was said before there was a log, if that is all."""
+    found = [match["text"].strip(' "') for match in _COMPLAINT.finditer(tail)]
+    telling = [text for text in found if not any(text.startswith(noise) for noise in _NOISE)]
+    if telling:
+        return telling[-1]
+    last = tail.rstrip().splitlines()[-1].strip() if tail.strip() else ""
+    return "" if _LOG_LINE.match(last) else last
 
 
 def first_line(text: str) -> str:
     """The first line of a reason that Triton gives; what follows are stack frames."""
     return text.strip().splitlines()[0] if text.strip() else "no reason given"
+
+
+def describe_end(code: int) -> str:
+    """How a server ended, from its exit code."""
+    number = code - 128 if code > 128 else -code
+    try:
+        return f"Triton was ended by {signal.Signals(number).name}"
+    except ValueError:
+        return f"Triton ended with code {code}"

@@ -62,6 +62,8 @@ def validate(request: LookupRequest, version: ServedVersion, limits: Limits) -> 
         NotFound: A key is no feature of the collection.
         TooLarge: Too many ids, or the reply would be too large.
     """
+    if request.lengths_FB.size > limits.max_ids:
+        raise TooLarge(f"lengths: {request.lengths_FB.size} entries, the limit is {limits.max_ids} in one request")
     keys = _check_keys(request.keys, version)
     lengths_FB = _check_lengths(request.lengths_FB, keys, request.values_N.size)
     if request.values_N.size > limits.max_ids:

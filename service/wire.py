@@ -85,7 +85,7 @@ def read_version(text: str) -> int | None:
     """
     if not text:
         return None
-    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
+    if not (text.isascii() and text.isdecimal() and len(text) <= 19):
         raise InvalidArgument(f"version {shown(text)}: use a decimal number, or leave it out")
     return int(text)
 
@@ -161,7 +161,11 @@ def _read_parameters(parameters: Mapping[str, object]) -> dict[str, Any]:
                 timeouts_s.append(_whole(name, value, least=1, unit="milliseconds") / 1e3)
             case "timeout":
                 # Triton's own parameter; its default of 0 asks for no deadline of the client's.
-                timeouts_s += [_whole(name, value, least=0, unit="microseconds") / 1e6] if value != 0 else []
+                timeouts_s += (
+                    [_whole(name, value, least=0, unit="microseconds") / 1e6]
+                    if value != 0 or isinstance(value, bool)
+                    else []
+                )
             case _ if name in _NEUTRAL:
                 if not _is_neutral(name, value):
                     raise InvalidArgument(

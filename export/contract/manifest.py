@@ -201,7 +201,8 @@ class Manifest(Strict):
 
     schema_version: Literal[1] = 1
     collection: CollectionName
-    version: Annotated[int, Field(ge=1)]
+    version: Annotated[int, Field(ge=1, le=INT64_MAX)]
+    """Triton reads versions as INT64."""
     kind: Literal["base"] = "base"
     created_s: float
     """Seconds since the epoch."""

@@ -1,5 +1,6 @@
 """Owns the methods of KServe's ``inference.GRPCInferenceService``: convert, await, convert."""
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -101,6 +102,8 @@ class Methods:
         permit = self._plane.admit(len(data))
         # Done means sent, failed or cancelled: grpcio runs this when the call's task has ended.
         context.add_done_callback(lambda _: permit.release())
+        permit.received_at = asyncio.get_running_loop().time()
+        permit.work()
         message = await self._offload.run(len(data), parse, pb.ModelInferRequest, data)
         self._plane.collection(message.model_name, read_version(message.model_version))
         rename_request(message.id)

@@ -64,7 +64,13 @@ def build_app(plane: Plane, metrics: Metrics, settings: Settings) -> FastAPI:
         redoc_url=None,
     )
     offload, packing = Offload(), Offload(max_jobs=2)
-    bodies = BodyReader(plane, packing, max_bytes=settings.max_request_bytes, max_seconds=settings.max_timeout_s)
+    bodies = BodyReader(
+        plane,
+        packing,
+        max_bytes=settings.max_request_bytes,
+        max_json_bytes=settings.max_json_bytes,
+        max_seconds=settings.max_timeout_s,
+    )
     app.include_router(lookup_routes(plane, bodies, offload, packing, max_stall_s=settings.max_timeout_s))
     app.include_router(management_routes(plane, metrics, bodies))
     app.include_router(docs_routes(app.openapi))

@@ -31,13 +31,17 @@ class BodyReader:
         plane: Who lets requests in.
         offload: Where large bodies are unpacked.
         max_bytes: Largest body, as sent and unpacked.
+        max_json_bytes: Largest JSON in it.
         max_seconds: Longest time that a client may take to send one.
     """
 
-    def __init__(self, plane: Plane, offload: Offload, *, max_bytes: int, max_seconds: float) -> None:
+    def __init__(
+        self, plane: Plane, offload: Offload, *, max_bytes: int, max_json_bytes: int, max_seconds: float
+    ) -> None:
         self._plane = plane
         self._offload = offload
         self._max_bytes = max_bytes
+        self._max_json_bytes = max_json_bytes
         self._max_seconds = max_seconds
 
     async def read(self, request: Request, exchange: Exchange, *, header_bytes: int = 0) -> memoryview:
@@ -71,7 +75,16 @@ class BodyReader:
             body = memoryview(await self._offload.run(len(body), unpack, body, coding, self._max_bytes))
             permit.grow(len(body))
         exchange.body_read()
+        permit.received_at = asyncio.get_running_loop().time()
+        self._check_json(min(header_bytes or len(body), len(body)))
+        permit.work()
         return body
+
+    def _check_json(self, nbytes: int) -> None:
+        if nbytes > self._max_json_bytes:
+            raise TooLarge(
+                f"body: {nbytes} bytes of JSON, the limit is {self._max_json_bytes}; send tensors as binary data"
+            )
 
     async def _receive(self, request: Request, permit: Permit, admitted: int, pad: int) -> memoryview:
         buffer = bytearray(pad + admitted)  # large ones are zero pages: memory is used as the bytes come

@@ -179,9 +179,9 @@ def test_inspect_as_json_is_the_manifests(kjtserve, tmp_path):
 
 def test_inspect_of_an_empty_or_missing_repository_says_what_to_do(kjtserve, tmp_path):
     (tmp_path / "empty").mkdir()
-    status, out, _ = kjtserve("inspect", "empty")
-    assert status == 0
-    assert "kjtserve export --out empty" in out
+    status, _, err = kjtserve("inspect", "empty")
+    assert status == 1
+    assert "--out empty` writes one" in err
     status, _, err = kjtserve("inspect", "missing")
     assert status == 1
     assert "missing: no such directory" in err

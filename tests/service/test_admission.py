@@ -58,3 +58,29 @@ def test_any_sequence_ends_at_zero(sizes):
     for permit in permits:
         permit.release()
     assert (admission.inflight_requests, admission.inflight_bytes) == (0, 0)
+
+
+def test_slow_senders_take_no_place_from_those_who_are_there():
+    admission = Admission(max_requests=2, max_bytes=100, max_reading=5)
+    slow = [admission.admit() for _ in range(3)]
+    quick = [admission.admit() for _ in range(2)]
+    for permit in quick:
+        permit.work()
+        permit.work()
+    with pytest.raises(Overloaded, match="2 requests are in flight"):
+        slow[0].work()
+    for permit in quick:
+        permit.release()
+    slow[0].work()
+    for permit in slow:
+        permit.release()
+    assert admission.inflight_requests == 0
+
+
+def test_there_is_an_end_to_those_who_are_still_sending():
+    admission = Admission(max_requests=1, max_bytes=100, max_reading=3)
+    senders = [admission.admit() for _ in range(3)]
+    with pytest.raises(Overloaded, match="3 requests are being received"):
+        admission.admit()
+    senders[0].release()
+    admission.admit()

@@ -4,9 +4,10 @@ import json
 import shlex
 
 import pytest
+import typer
 
 from export.contract import UserError
-from service.commands import _read_feature
+from service.commands import _read_addresses, _read_feature
 from service.console import Answer, ask, curl_line, render_table
 
 REPLY = {
@@ -46,8 +47,18 @@ def test_ids_are_read_sample_by_sample(text, feature):
 
 @pytest.mark.parametrize("text", ["user", "user=x", "user=1.5", "user=1;a"])
 def test_what_is_no_list_of_ids_is_said(text):
-    with pytest.raises(UserError, match="write NAME=1,2"):
+    with pytest.raises(typer.BadParameter, match="write NAME=1,2"):
         _read_feature(text)
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", ":80", "host:0", "host:65536", "host:x", "a:1,,b:2"])
+def test_what_is_no_list_of_addresses_is_said(text):
+    with pytest.raises(typer.BadParameter, match="HOST:PORT"):
+        _read_addresses(text)
+
+
+def test_addresses_are_read_in_their_order():
+    assert _read_addresses("a:1, b.c.svc:65535,[::1]:80") == ["a:1", "b.c.svc:65535", "[::1]:80"]
 
 
 def test_nobody_there_is_said_with_what_to_do():

@@ -363,6 +363,21 @@ async def test_a_reply_over_the_limit_is_refused_before_fan_out():
         assert not any(shard.requests for shard in it.shards)
 
 
+async def test_a_flood_of_empty_samples_is_too_large():
+    async with stack(max_ids=100) as it:
+        request = LookupRequest(collection="clicks", values_N=np.empty(0, np.int64), lengths_FB=np.zeros(101, np.int64))
+        with it.plane.admit() as permit, pytest.raises(TooLarge, match="lengths: 101 entries"):
+            await it.plane.lookup(request, permit)
+
+
+async def test_the_deadline_counts_from_when_the_request_was_there():
+    async with stack() as it:
+        request = LookupRequest(collection="clicks", values_N=np.array([1]), lengths_FB=np.array([1]), timeout_s=0.5)
+        with it.plane.admit() as permit, pytest.raises(DeadlineExceeded):
+            permit.received_at = asyncio.get_running_loop().time() - 0.6
+            await it.plane.lookup(request, permit)
+
+
 @pytest.mark.timeout(10)
 @pytest.mark.parametrize("keys", [("user",) * 65_536, tuple(f"k{i}" for i in range(65_536))])
 async def test_a_flood_of_keys_is_refused_at_once_in_a_few_words(keys):

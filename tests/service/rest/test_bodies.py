@@ -246,6 +246,8 @@ async def test_a_streamed_body_works(edges, plane):
 
 async def test_an_overloaded_server_answers_before_the_body_is_sent(edges, plane):
     permits = [plane.admit() for _ in range(64)]
+    for permit in permits:
+        permit.work()
     async with Wire(edges) as wire:
         await wire.start(Content_Length=1000)
         status, body = await wire.reply()
@@ -354,3 +356,14 @@ async def test_tensors_are_aligned_and_used_where_they_lie(edges, plane):
         assert values.flags.aligned
         assert not values.flags.owndata
         assert values.tolist() == [1, 1, 1]
+
+
+async def test_json_over_its_own_limit_is_refused_with_the_way_out():
+    plane = FakePlane()
+    async with serve_edges(plane, Settings(max_json_bytes=1000)) as edges:
+        big = b'{"inputs": [' + b" " * 1000 + b"]}"
+        for headers in ({}, {LENGTH: str(len(big))}):
+            reply = await post(edges, big, **headers)
+            assert (reply.status_code, plane.lookups) == (413, [])
+            assert "binary" in reply.json()["error"]
+        assert await works(edges)
