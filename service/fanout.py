@@ -88,11 +88,20 @@ class Fanout:
         batch = await self._compute(num_ids, lambda: prepare_batch(self._version, requests))
         self._count(batch, num_ids)
         flight = _Flight(batch, entries)
+        self._turn_away(flight)
         await self._answer_complete(flight)
         async with asyncio.TaskGroup() as group:
             clock = group.create_task(self._mind_deadlines(flight))
-            await asyncio.gather(*(group.create_task(self._ask(flight, shard)) for shard in sorted(flight.awaited)))
+            await asyncio.gather(*(group.create_task(self._ask(flight, shard)) for shard in sorted(flight.wanted())))
             clock.cancel()
+
+    def _turn_away(self, flight: "_Flight") -> None:
+        """Settle what needs a shard that is known not to answer, before any other shard works for it in vain."""
+        for shard in sorted(flight.awaited):
+            reason = self._shards[shard].health.reason
+            if reason is not None:
+                flight.fail(shard, self._explain(shard, ShardFailed(reason)))
+                flight.awaited.discard(shard)
 
     async def _ask(self, flight: "_Flight", shard: int) -> None:
         """Ask one shard, then answer the requests that waited for nothing else."""
@@ -110,8 +119,6 @@ class Fanout:
 
     async def _call(self, flight: "_Flight", shard: int) -> ShardReply:
         health = self._shards[shard].health
-        if health.reason is not None:
-            raise ShardFailed(health.reason)
         loop = asyncio.get_running_loop()
         started = time.perf_counter()
         failure: ShardFailed | None = None
@@ -196,6 +203,10 @@ class _Flight:
         self.awaited = set[int]().union(*batch.shards_R)
         self._failed: set[int] = set()
         self._open = set(range(len(entries)))
+
+    def wanted(self) -> set[int]:
+        """Shards that a request still waits for."""
+        return set[int]().union(*(self.batch.shards_R[index] & self.awaited for index in self._open))
 
     def complete(self) -> list[int]:
         """Requests that wait for no shard any more; each is returned once."""

@@ -33,7 +33,7 @@ _DEAD_STUB = "Stub process"
 """What Triton 2.51 says of a Python backend process that died; it never restarts one by itself."""
 
 _CODES = {
-    grpc.StatusCode.DEADLINE_EXCEEDED: (ErrorCode.DEADLINE_EXCEEDED, ""),
+    grpc.StatusCode.DEADLINE_EXCEEDED: (ErrorCode.DEADLINE_EXCEEDED, "it gave the request up as too late"),
     # The front tier built the request: its bug, not the client's.
     grpc.StatusCode.INVALID_ARGUMENT: (ErrorCode.INTERNAL, "it refused the request as malformed"),
     grpc.StatusCode.RESOURCE_EXHAUSTED: (ErrorCode.OVERLOADED, "it is overloaded"),
@@ -44,6 +44,9 @@ _CODES = {
 """Any other status is a shard that failed: ``unavailable``."""
 
 _DTYPES = {"embeddings": ("FP32", np.float32), "row_ids": ("INT64", np.int64), "hits": ("BOOL", np.bool_)}
+
+MAX_OWED = 256
+"""Calls to one shard that may be on their way without anybody waiting for them; a shard that owes more is not asked."""
 
 OFFLOAD_BYTES = 1 << 18
 """Messages over this size are built and read in a thread."""
@@ -104,7 +107,7 @@ class ShardClient(Protocol):
     """One shard, wherever it runs."""
 
     async def lookup(self, request: ShardRequest, *, timeout_s: float) -> ShardReply:
-        """Ask for rows; raises ``ShardFailed``. Cancelling the call cancels it on the shard."""
+        """Ask for rows; raises ``ShardFailed``. A caller may stop waiting at any time."""
         ...
 
     async def close(self) -> None:
@@ -115,6 +118,10 @@ class ShardClient(Protocol):
 class GrpcShardClient:
     """A shard hosted by a Triton that is reached over gRPC.
 
+    A call that is on its way is never cancelled on the wire, nor given a deadline there: Triton 2.51 aborts on calls that
+    end early while a model process is dead or being replaced (``prior > 0`` in gRPC's reference counts), and takes every
+    other model along. Callers stop waiting instead; the call runs out by itself, and so many may be owed at a time.
+
     Args:
         address: ``HOST:PORT`` of Triton's gRPC service.
     """
@@ -124,19 +131,44 @@ class GrpcShardClient:
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         # Bytes in, bytes out: grpc.aio would build and parse messages on the event loop, half a second for 128 MB.
         self._infer = self._channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        self._calls: set[asyncio.Task[bytes]] = set()
+        self._owed = 0
 
     async def lookup(self, request: ShardRequest, *, timeout_s: float) -> ShardReply:
         """See ``ShardClient.lookup``."""
+        if self._owed >= MAX_OWED:
+            raise ShardFailed(f"it owes {self._owed} answers that nobody waits for any more")
         message = await _offload(request.ids_N.nbytes, _encode, request)
+        call = asyncio.create_task(self._call(message))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
         try:
-            response = await self._infer(message, timeout=timeout_s)
+            async with asyncio.timeout(timeout_s):
+                response = await asyncio.shield(call)
+        except TimeoutError as exc:
+            reason = f"it did not answer in {timeout_s:.3f} s"
+            raise ShardFailed(reason, code=ErrorCode.DEADLINE_EXCEEDED, details=f"{self.address}: {reason}") from exc
         except grpc.aio.AioRpcError as exc:
-            raise _translate(exc, self.address, timeout_s) from exc
+            raise _translate(exc, self.address) from exc
+        finally:
+            if not call.done():
+                self._owed += 1
+                call.add_done_callback(self._repaid)
         return await _offload(len(response), _decode, response, request)
 
     async def close(self) -> None:
         """See ``ShardClient.close``."""
         await self._channel.close()
+        await asyncio.gather(*self._calls, return_exceptions=True)
+
+    async def _call(self, message: bytes) -> bytes:
+        response: bytes = await self._infer(message)
+        return response
+
+    def _repaid(self, call: asyncio.Task[bytes]) -> None:
+        self._owed -= 1
+        if not call.cancelled():
+            call.exception()  # nobody waits for it; asked for, so that asyncio does not complain of it
 
 
 async def _offload(nbytes: int, work: Callable[..., T], *args: Any) -> T:
@@ -191,13 +223,11 @@ def _expect(array: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
     return array
 
 
-def _translate(exc: grpc.aio.AioRpcError, address: str, timeout_s: float) -> ShardFailed:
+def _translate(exc: grpc.aio.AioRpcError, address: str) -> ShardFailed:
     """The one place where gRPC's errors towards shards become ours."""
     status, said = exc.code(), exc.details() or ""
     code, reason = _CODES.get(status, (ErrorCode.UNAVAILABLE, "it failed"))
     died = _DEAD_STUB in said
     if died:
         code, reason = ErrorCode.UNAVAILABLE, "its process died"
-    if status is grpc.StatusCode.DEADLINE_EXCEEDED:
-        reason = f"it did not answer in {timeout_s:.3f} s"
     return ShardFailed(reason, code=code, details=f"{address} answered {status.name}: {said}", process_died=died)

@@ -238,6 +238,19 @@ async def test_each_request_of_a_batch_has_its_own_deadline_and_its_own_declarat
         assert np.array_equal(patient.outputs[Output.EMBEDDINGS], row_of("user", np.array(ids)))
 
 
+async def test_nobody_works_for_a_request_that_a_shut_gate_turns_away():
+    async with stack() as it:
+        it.shards[2].failure = ShardFailed("its process died", process_died=True)
+        with pytest.raises(Unavailable):
+            await it.ask(ids_on(2, 1))
+        ids = ids_on(0, 1) + ids_on(2, 1)
+        with pytest.raises(Unavailable):
+            await it.ask(ids)
+        assert not it.shards[0].requests
+        await it.ask(ids, on_shard_failure=OnShardFailure.ZERO)
+        assert len(it.shards[0].requests) == 1
+
+
 async def test_a_shut_gate_refuses_without_a_call_and_counts_none():
     async with stack() as it:
         it.shards[2].failure = ShardFailed("its process died", process_died=True)
