@@ -31,7 +31,7 @@ class Settings(BaseSettings):
     """Requests worked on at a time; one more gets ``overloaded``."""
     max_reading_requests: Annotated[int, Field(gt=0)] = 1024
     """Requests let in at a time, those whose bodies are still coming included: slow senders take only such a place."""
-    max_inflight_bytes: Annotated[int, Field(gt=0)] = 2048 * MIB
+    max_inflight_bytes: Annotated[int, Field(gt=0)] = 1024 * MIB
     """Bytes that requests admitted at a time may hold: bodies, predicted replies and what answering takes in between. A
     request over what is left gets ``overloaded``; one alone is let in whatever it takes."""
     default_timeout_s: Annotated[float, Field(gt=0)] = 5.0

@@ -15,10 +15,10 @@ from service.catalog import ServedTable, ServedVersion
 from service.errors import InvalidArgument, NotFound, TooLarge
 from service.types import LookupRequest, Output, OutputDtype
 
-WORK_BYTES_PER_ID = 48
-"""An id as it is grouped, deduplicated, sorted by shard and sent, and its two positions: INT64 each."""
-WORK_BYTES_PER_NUMBER = 8
-"""A number of a unique row, in a shard's reply and in the batch's buffer: FP32 each."""
+WORK_BYTES_PER_ID = 200
+"""An id as it is grouped, sorted for dedup and by shard, located, and built into messages: about 25 times an INT64."""
+WORK_BYTES_PER_NUMBER = 16
+"""A number of a unique row, in a shard's message, its parsed copy and the batch's buffer, with some to spare."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -161,3 +161,4 @@ async def test_liveness_answers_while_many_clients_send_half_a_million_ids_each(
     assert answers["200"] > 10
     assert len(waits_s) > 20
     assert np.median(waits_s) < 0.2
+    assert rss < 4 << 30, "bytes in flight are bounded, and memory with them"
