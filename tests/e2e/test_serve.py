@@ -108,7 +108,7 @@ def test_a_busy_port_is_said_in_one_line(repo):
     [
         (["serve", "/nowhere"], {}, 1, "no such directory"),
         (["serve"], {}, 2, "REPO"),
-        (["serve", "REPO", "--http-port", "99999"], {}, 2, "99999"),
+        (["serve", "REPO", "--http-port", "99999"], {}, 2, "65535"),
         (["serve", "REPO", "--http-port", "0", "--shards", "a:1,b:2,c:3"], {}, 1, "3 addresses"),
         (["serve", "REPO"], {"KJTSERVE_MAX_IDS": "none"}, 1, "KJTSERVE_MAX_IDS"),
         (["lookup", "small", "-f", "t=1", "--url", "http://127.0.0.1:1"], {}, 1, "kjtserve serve"),
