@@ -290,10 +290,10 @@ async def test_a_held_version_that_is_not_there_fails_the_start(repo):
     await server.stop()
 
 
-async def test_a_server_that_ends_while_it_loads_fails_the_start_with_its_code(repo):
+async def test_a_server_that_ends_while_it_loads_fails_the_start_naming_the_signal(repo):
     write_model(repo, "fatal", 1, source="import os, signal\nos.kill(os.getppid(), signal.SIGKILL)")
     server = TritonServer(repo, {"fatal": [1]})
-    with pytest.raises(TritonStartError, match="Triton ended with code 137"):
+    with pytest.raises(TritonStartError, match="Triton was ended by SIGKILL"):
         await server.start()
     assert not shm_files(server.shm_prefix)
     await server.stop()
