@@ -85,15 +85,27 @@ class Load:
         return {name: result.as_numpy(name) for name in names}
 
     async def kill(self, rng):
-        """Kill a shard's process, wait until it is back and has served for a while, and again."""
-        while not self.stop.is_set():
-            await asyncio.sleep(CALM_S)
+        """Kill a shard's process, wait until another one serves, and again."""
+        while not await self.stopped_within(CALM_S):
             model = f"clicks_shard_{rng.integers(2)}"
-            self.serving.shard_process(model).kill()
+            victim = self.serving.shard_process(model)
+            victim.kill()
             self.kills += 1
-            await asyncio.sleep(0.5)  # readiness may say true until the first failed call or probe
-            while (await asyncio.to_thread(self.serving.get, "/v2/health/ready"))[0] != 200:
-                await asyncio.sleep(0.2)
+            await asyncio.to_thread(until, lambda: self.is_back(model, victim.pid), 120, f"another process of {model}")  # noqa: B023
+
+    async def stopped_within(self, seconds):
+        try:
+            await asyncio.wait_for(self.stop.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    def is_back(self, model, old_pid):
+        try:
+            replaced = self.serving.shard_process(model).pid != old_pid
+        except AssertionError:  # not there yet
+            return False
+        return replaced and self.serving.get("/v2/health/ready")[0] == 200
 
 
 async def test_under_kills_every_answer_is_exact_or_a_declared_failure(clicks):
