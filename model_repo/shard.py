@@ -11,10 +11,10 @@ from typing import cast
 import numpy as np
 import torch
 
-from export.contract import Manifest, RepositoryError, Shard, Table, read_manifest, shard_dir
+from export.contract import Manifest, RepositoryError, Shard, Table, check_size, read_manifest, shard_dir
 from export.contract.layout import PROGRAM_FILE, STATE_FILE
 from model_repo.errors import BadRequest, ShardLoadError
-from model_repo.state import check_size, map_state
+from model_repo.state import map_state
 from model_repo.toolchain import check_numpy, check_toolchain, import_fbgemm
 
 WARM_UP_IDS = (0, 1, 64, 2048)
@@ -120,12 +120,11 @@ def load_shard(directory: Path, model: str) -> LoadedShard:
     shard = _own_entry(manifest, directory, model)
     fbgemm = import_fbgemm()
     check_toolchain(manifest.toolchain, torch=torch.__version__, fbgemm_gpu=fbgemm.__version__)
-    sizes = {file.path: file.size_bytes for file in manifest.files}
-    for name in (PROGRAM_FILE, STATE_FILE):
-        relative = f"{directory.name}/{name}"
-        if relative not in sizes:
-            raise ShardLoadError(f"{directory.parent / 'manifest.json'}: lists no file {relative}; export again")
-        check_size(directory / name, sizes[relative])
+    try:
+        for name in (PROGRAM_FILE, STATE_FILE):
+            check_size(directory.parent, manifest, f"{directory.name}/{name}")
+    except RepositoryError as exc:
+        raise ShardLoadError(str(exc)) from exc
     state = map_state(directory / STATE_FILE, shard.state)
     return LoadedShard(manifest=manifest, shard=shard, program=_load_program(directory, manifest), state=state)
 

@@ -9,27 +9,6 @@ from safetensors import SafetensorError, safe_open
 from model_repo.errors import ShardLoadError
 
 
-def check_size(path: Path, size_bytes: int) -> None:
-    """Refuse a file that is not there, or not as long as the manifest says.
-
-    Only the length: reading a large state whole is the business of ``kjtserve verify``, not of every start.
-
-    Raises:
-        ShardLoadError: The file is missing, or has another size.
-    """
-    try:
-        actual = path.stat().st_size
-    except OSError as exc:
-        raise ShardLoadError(
-            f"{path}: {exc.strerror}; the manifest lists it: copy the version directory again"
-        ) from exc
-    if actual != size_bytes:
-        raise ShardLoadError(
-            f"{path}: {actual} bytes, the manifest says {size_bytes}: the copy is incomplete or was changed; "
-            "copy the version directory again"
-        )
-
-
 def map_state(path: Path, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
     """Map the tensors of a safetensors file into memory.
 
