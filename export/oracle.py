@@ -11,6 +11,7 @@ Shape suffixes: N ids, D embedding dimension.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +19,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from export.contract import NO_ROW, SENTINEL_IDS, Unknown
 from export.source import MapSource, TableSource
-
-_ANY_ROW = 0
-"""Looked up where the answer is zeros anyway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,33 +68,32 @@ def look_up(table: TableSource, ids_N: torch.Tensor, unknown: Unknown) -> Answer
     """
     if table.map is None:
         hits_N = (ids_N >= 0) & (ids_N < table.rows)
-        rows_N = torch.where(hits_N, ids_N, _ANY_ROW)
+        rows_N = ids_N
         zero = True
     else:
         rows_N, hits_N = _remap(table, table.map, ids_N)
         zero = unknown is Unknown.ZERO
-    embeddings_ND = table.embedding(rows_N.to(table.weight_RD.device)).float().cpu()
-    if zero and not bool(hits_N.all()):
-        embeddings_ND[~hits_N] = 0.0
+    if zero:
         rows_N = torch.where(hits_N, rows_N, NO_ROW)
-    return Answer(embeddings_ND=embeddings_ND, row_ids_N=rows_N, hits_N=hits_N)
+    return Answer(embeddings_ND=table.numbers.gather(rows_N), row_ids_N=rows_N, hits_N=hits_N)
 
 
 def _remap(table: TableSource, source: MapSource, ids_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows_N = _values(source, ids_N, method="remap")
-    module = source.module
+    module: Any = source.pieces[0].module
     raw_ids = module._mch_sorted_raw_ids
     hits_N = module._match_indices(raw_ids, ids_N.to(raw_ids.device))[0].cpu()
     for sentinel in SENTINEL_IDS:
         hits_N &= ids_N != sentinel
-        rows_N = torch.where(ids_N == sentinel, table.unknown_row, rows_N)
+        rows_N = torch.where(ids_N == sentinel, table.rows - 1, rows_N)
     return rows_N, hits_N
 
 
 def _values(table: MapSource, ids_N: torch.Tensor, *, method: str) -> torch.Tensor:
-    on_device_N = ids_N.to(table.module.device)
+    module: Any = table.pieces[0].module
+    on_device_N = ids_N.to(module.device)
     features = {
         "ids": JaggedTensor(values=on_device_N, lengths=torch.tensor([ids_N.numel()], device=on_device_N.device))
     }
-    values: torch.Tensor = getattr(table.module, method)(features)["ids"].values()
+    values: torch.Tensor = getattr(module, method)(features)["ids"].values()
     return values.cpu()

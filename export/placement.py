@@ -17,7 +17,7 @@ import yaml
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from export.contract import Placement, Routing, even_row_ranges
-from export.contract.manifest import Strict
+from export.contract.terms import Strict
 from export.errors import ExportError
 from export.source import CollectionSource, TableSource
 

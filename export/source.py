@@ -1,6 +1,6 @@
 """Owns the reading of a TorchRec module into a neutral description; must not change the module or write a file.
 
-Shape suffixes: K ids in a managed-collision map, R rows of a table, D embedding dimension.
+Shape suffixes: K ids in a managed-collision map, R rows of a table.
 """
 
 import logging
@@ -15,10 +15,11 @@ from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
 )
-from torchrec.modules.mc_modules import MCHManagedCollisionModule
+from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollisionModule
 
-from export.contract import INT64_MAX
+from export.contract import INT64_MAX, Mpzch, Remap, TrainingBuckets
 from export.errors import ExportError
+from export.rows import TableRows, whole_table
 
 _log = logging.getLogger(__name__)
 
@@ -36,19 +37,34 @@ class InputHash:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MapPiece:
+    """The part of a map that one training rank owned, as TorchRec's own module: what the oracle asks."""
+
+    row_start: int
+    row_stop: int
+    module: ManagedCollisionModule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MapSource:
     """The learned id → row map of one managed-collision table."""
 
-    module: MCHManagedCollisionModule
-    """The module itself, for the oracle."""
+    remap: Remap
+    pieces: tuple[MapPiece, ...]
+    """In row order: one for an unsharded module, one for each training rank of a checkpoint, this rank's alone of a live
+    sharded module."""
+    training: TrainingBuckets
     policy: str
-    """Class name of the eviction policy."""
+    """Name of the eviction policy, see ``export.contract.Zch``."""
     ids_K: torch.Tensor
-    """INT64, ascending, after the input hash, sentinels left out."""
+    """INT64, after the input hash, sentinels left out; each piece's are ascending (MCH) or in row order (MPZCH)."""
     rows_K: torch.Tensor
-    """INT64: the row of each id."""
+    """INT64: the row of each id, in the whole table's numbering."""
     open_slots: int
     input_hash: InputHash | None
+    mpzch: Mpzch | None = None
+    identities_R: torch.Tensor | None = None
+    """MPZCH: INT64 [R], the id in each row's slot, −1 where empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,27 +74,19 @@ class TableSource:
     name: str
     features: tuple[str, ...]
     embedding_names: tuple[str, ...]
-    embedding: nn.Module
-    """The ``nn.Embedding`` itself, for the oracle."""
-    weight_RD: torch.Tensor
-    """The parameter's data, not a copy, in the table's own number format."""
+    numbers: TableRows
     map: MapSource | None
     """None: a plain table."""
 
     @property
     def rows(self) -> int:
         """``num_embeddings``."""
-        return int(self.weight_RD.shape[0])
+        return self.numbers.rows
 
     @property
     def dim(self) -> int:
         """Embedding dimension."""
-        return int(self.weight_RD.shape[1])
-
-    @property
-    def unknown_row(self) -> int:
-        """Row that TorchRec's eval mode gives to an id that the map does not hold: the last of the zch."""
-        return self.rows - 1
+        return self.numbers.dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +97,7 @@ class CollectionSource:
     tables: tuple[TableSource, ...]
     managed: bool
     """True for a ManagedCollisionEmbeddingCollection."""
+    need_indices: bool = False
 
     @property
     def dim(self) -> int:
@@ -120,7 +129,7 @@ def read_collection(module: nn.Module) -> CollectionSource:
         for config, embedding_names in zip(configs, names, strict=True)
     )
     _check_embedding_names(tables)
-    return CollectionSource(module=module, tables=tables, managed=managed)
+    return CollectionSource(module=module, tables=tables, managed=managed, need_indices=collection.need_indices())
 
 
 def _check_embedding_names(tables: tuple[TableSource, ...]) -> None:
@@ -167,8 +176,7 @@ def _read_table(
         name=config.name,
         features=features,
         embedding_names=embedding_names,
-        embedding=embedding,
-        weight_RD=weight,
+        numbers=whole_table(config.name, weight),
         map=None if collision is None else _read_map(config.name, collision, rows=int(weight.shape[0])),
     )
 
@@ -204,7 +212,9 @@ def _read_map(table: str, collision: nn.Module, *, rows: int) -> MapSource:
     ids_K, rows_K = _served_ids(table, raw_ids.cpu(), mapping.cpu())
     function = collision._input_hash_func
     return MapSource(
-        module=collision,
+        remap=Remap.MCH,
+        pieces=(MapPiece(row_start=0, row_stop=rows, module=collision),),
+        training=TrainingBuckets(input_hash_size=collision._input_hash_size, row_edges=(0, rows)),
         policy=type(collision._eviction_policy).__name__,
         ids_K=ids_K,
         rows_K=rows_K,

@@ -19,6 +19,7 @@ from safetensors import safe_open
 
 from export.contract import NO_ROW, Placement, Routing, ShardTable, StateFile, Unknown, hash_shard
 from export.progress import Progress
+from export.rows import TableRows
 from export.source import MapSource, TableSource
 
 CHUNK_BYTES = 32 << 20
@@ -97,7 +98,7 @@ def build_mch_state(shard: int, num_shards: int, tables: Iterable[PlacedTable], 
         _ready("unknown_rows", torch.tensor([piece.unknown_row for piece in pieces], dtype=torch.int64)),
         _ready("row_ids", torch.cat(row_ids) if row_ids else torch.full((1,), NO_ROW)),
         _ready("hash_table", hash_table),
-        _rows([(piece.weight, piece.row_ids) for piece in pieces], max(local, 1), dim),
+        _rows([(piece.numbers, piece.row_ids) for piece in pieces], max(local, 1), dim),
     )
     return ShardState(tables=tuple(entries), tensors=tensors)
 
@@ -108,7 +109,7 @@ def build_plain_state(shard: int, tables: Iterable[PlacedTable], dim: int) -> Sh
     starts: list[int] = []
     stops: list[int] = []
     offsets: list[int] = []
-    pieces: list[tuple[torch.Tensor, torch.Tensor | slice]] = []
+    pieces: list[tuple[TableRows, torch.Tensor | slice]] = []
     local = 0
     for table in tables:
         piece = table.on(shard)
@@ -117,9 +118,10 @@ def build_plain_state(shard: int, tables: Iterable[PlacedTable], dim: int) -> Sh
         starts.append(piece.row_start)
         stops.append(piece.row_stop)
         offsets.append(local - piece.row_start)
-        pieces.append((table.source.weight_RD, slice(piece.row_start, piece.row_stop)))
+        pieces.append((table.source.numbers, slice(piece.row_start, piece.row_stop)))
         local += piece.row_stop - piece.row_start
-        entries.append(ShardTable(table=table.source.name, rows=piece.row_stop - piece.row_start))
+        rows = piece.row_stop - piece.row_start
+        entries.append(ShardTable(table=table.source.name, rows=rows, width=dim))
     tensors = (
         _ready("row_starts", torch.tensor(starts, dtype=torch.int64)),
         _ready("row_stops", torch.tensor(stops, dtype=torch.int64)),
@@ -132,7 +134,7 @@ def build_plain_state(shard: int, tables: Iterable[PlacedTable], dim: int) -> Sh
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MchPiece:
     entry: ShardTable
-    weight: torch.Tensor
+    numbers: TableRows
     ids_K: torch.Tensor
     locals_K: torch.Tensor
     row_ids: torch.Tensor
@@ -156,17 +158,18 @@ def _cut_map(table: PlacedTable, shard: int, num_shards: int, first_local: int) 
     # Local rows in the trainer's row order: the rows are then read from front to back.
     order = torch.argsort(rows_K, stable=True)
     ids_K, rows_K = ids_K[order], rows_K[order]
-    default = source.unknown_row if table.unknown is Unknown.TRAINING else NO_ROW
+    default = source.rows - 1 if table.unknown is Unknown.TRAINING else NO_ROW
     num_ids = int(ids_K.shape[0])
     open_slots = source.map.open_slots
     return _MchPiece(
         entry=ShardTable(
             table=source.name,
             rows=num_ids + 1,
+            width=source.dim,
             zch_rows=num_ids,
             zch_open_slots=open_slots // holders + (place < open_slots % holders),
         ),
-        weight=source.weight_RD,
+        numbers=source.numbers,
         ids_K=ids_K,
         locals_K=torch.arange(first_local, first_local + num_ids),
         row_ids=torch.cat([rows_K, torch.tensor([default])]),
@@ -197,29 +200,21 @@ def _ready(name: str, tensor: torch.Tensor) -> StateTensor:
     return StateTensor(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), chunks=lambda: [tensor])
 
 
-def _rows(pieces: list[tuple[torch.Tensor, torch.Tensor | slice]], num_rows: int, dim: int) -> StateTensor:
+def _rows(pieces: list[tuple[TableRows, torch.Tensor | slice]], num_rows: int, dim: int) -> StateTensor:
     """FP32 rows [R, D] of the given rows of each table; rows of zeros where it says −1, and up to ``num_rows``."""
     chunk_rows = max(1, CHUNK_BYTES // (4 * dim))
 
     def chunks() -> Iterator[torch.Tensor]:
         written = 0
-        for weight, wanted in pieces:
+        for numbers, wanted in pieces:
             start, stop = (wanted.start, wanted.stop) if isinstance(wanted, slice) else (0, wanted.shape[0])
             for first in range(start, stop, chunk_rows):
                 part = slice(first, min(first + chunk_rows, stop))
-                yield _gather(weight, part if isinstance(wanted, slice) else wanted[part])
+                yield numbers.read(part.start, part.stop) if isinstance(wanted, slice) else numbers.gather(wanted[part])
             written += stop - start
         yield torch.zeros(num_rows - written, dim)
 
     return StateTensor(name="rows", dtype=torch.float32, shape=(num_rows, dim), chunks=chunks)
-
-
-def _gather(weight: torch.Tensor, wanted: torch.Tensor | slice) -> torch.Tensor:
-    if isinstance(wanted, slice):
-        return weight[wanted].float().cpu().contiguous()
-    rows = weight.index_select(0, wanted.clamp(min=0).to(weight.device)).float().cpu()
-    rows[wanted == NO_ROW] = 0.0
-    return rows
 
 
 def write_state(path: Path, state: ShardState, on_progress: Progress) -> StateFile:

@@ -18,6 +18,7 @@ from export.contract import (
     StateFile,
     Table,
     Toolchain,
+    TrainingBuckets,
     Zch,
     as_unsigned,
     even_row_ranges,
@@ -67,6 +68,7 @@ def make_table(
         placements=tuple(placements),
         input_hash=input_hash,
         zch=Zch(policy="LFU_EvictionPolicy", size=rows, occupied=0, open_slots=rows - 1) if managed else None,
+        training=TrainingBuckets(input_hash_size=0, row_edges=(0, rows)) if managed else None,
     )
 
 
@@ -81,7 +83,8 @@ def make_manifest(
             Shard(
                 index=s,
                 model=shard_model_name(collection, s),
-                tables=tuple(ShardTable(table=table.name, rows=1) for table in held),
+                tables=tuple(ShardTable(table=table.name, rows=1, width=DIM) for table in held),
+                width=DIM,
                 state=(),
                 state_bytes=0,
             )

@@ -13,43 +13,42 @@ from export.contract.layout import (
     version_dir,
     versions,
 )
-from export.contract.manifest import (
+from export.contract.manifest import Manifest, Shard, ShardTable, StateFile, Toolchain
+from export.contract.names import check_collection_name, shard_model_name
+from export.contract.routing import as_unsigned, even_row_ranges, hash_shard, mix64, training_bucket
+from export.contract.tables import ROUTINGS, Mpzch, Placement, Table, TrainingBuckets, Zch
+from export.contract.terms import (
     INT64_MAX,
     NO_ROW,
     SENTINEL_IDS,
-    Manifest,
     OutOfRange,
-    Placement,
     Remap,
     Routing,
     RowDtype,
-    Shard,
-    ShardTable,
-    StateFile,
-    Table,
-    Toolchain,
+    Runtime,
     Unknown,
-    Zch,
 )
-from export.contract.names import check_collection_name, shard_model_name
-from export.contract.routing import as_unsigned, even_row_ranges, hash_shard, mix64
 
 __all__ = [
     "INT64_MAX",
     "NO_ROW",
+    "ROUTINGS",
     "SENTINEL_IDS",
     "Manifest",
+    "Mpzch",
     "OutOfRange",
     "Placement",
     "Remap",
     "RepositoryError",
     "Routing",
     "RowDtype",
+    "Runtime",
     "Shard",
     "ShardTable",
     "StateFile",
     "Table",
     "Toolchain",
+    "TrainingBuckets",
     "Unknown",
     "UserError",
     "Zch",
@@ -63,6 +62,7 @@ __all__ = [
     "read_manifest",
     "shard_dir",
     "shard_model_name",
+    "training_bucket",
     "version_dir",
     "versions",
 ]

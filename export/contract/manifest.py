@@ -5,150 +5,13 @@ torch or numpy.
 """
 
 from collections.abc import Iterator
-from enum import StrEnum
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from export.contract.names import CollectionName, RelativePath, shard_model_name
-
-INT64_MAX = (1 << 63) - 1
-SENTINEL_IDS = (-1, INT64_MAX)
-"""Ids that never name a row of a managed-collision table: the hash table's and MCH's marks of an empty slot."""
-
-NO_ROW = -1
-"""The row id of an answer that is no row of the table (``zero``)."""
-
-Count = Annotated[int, Field(ge=0)]
-
-
-class Strict(BaseModel):
-    """Frozen, no type is bent to fit, and a field that nobody declared is an error: writer and readers cannot drift apart."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class Remap(StrEnum):
-    """How a raw id becomes a row."""
-
-    NONE = "none"
-    """The id is the row."""
-    MCH = "mch"
-    """TorchRec's ``MCHManagedCollisionModule``: a learned id → row map."""
-
-
-class Routing(StrEnum):
-    """Which shard holds an id."""
-
-    TABLE = "table"
-    """The one shard that holds the table."""
-    ROWS = "rows"
-    """The shard whose row range holds the id."""
-    HASH = "hash"
-    """``mix64(id) mod num_shards``, see ``export.contract.routing``."""
-
-
-class RowDtype(StrEnum):
-    """How a shard stores rows."""
-
-    FP32 = "fp32"
-
-
-class Unknown(StrEnum):
-    """What an id without a row gets from a managed-collision table."""
-
-    TRAINING = "training"
-    """Exactly the row that the trained module gives in eval mode."""
-    ZERO = "zero"
-    """A row of zeros, row id −1."""
-
-
-class OutOfRange(StrEnum):
-    """What an id outside [0, rows) gets from a plain table."""
-
-    REJECT = "reject"
-    """The request is refused as an invalid argument."""
-    ZERO = "zero"
-    """A row of zeros, row id −1."""
-
-
-class Placement(Strict):
-    """One piece of a table on one shard."""
-
-    shard: Count
-    row_start: Count
-    """First row of the piece, in the table's own numbering. ``hash`` routing: 0."""
-    row_stop: Count
-    """One past the last row. ``hash`` routing: the table's number of rows; which ids lie here is the hash's doing."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.row_stop < self.row_start:
-            raise ValueError(f"row_stop {self.row_stop} lies before row_start {self.row_start}")
-        return self
-
-
-class Zch(Strict):
-    """State of a managed-collision map at export, as the module itself counts it."""
-
-    policy: str
-    """Class name of the eviction policy, e.g. ``LFU_EvictionPolicy``."""
-    size: Count
-    """Rows the map can give out, the default row included (``zch_size``)."""
-    occupied: Count
-    """Ids in the map that are served: sentinels left out."""
-    open_slots: Count
-    """The module's own ``open_slots()``."""
-
-
-class Table(Strict):
-    """One embedding table."""
-
-    name: str
-    rows: Annotated[int, Field(ge=1)]
-    """``num_embeddings`` of the whole table."""
-    dim: Annotated[int, Field(ge=1)]
-    row_dtype: RowDtype
-    features: tuple[str, ...]
-    embedding_names: tuple[str, ...]
-    """TorchRec's name of each feature's output: the feature, or ``feature@table`` where several tables share it."""
-    remap: Remap
-    unknown: Unknown = Unknown.TRAINING
-    out_of_range: OutOfRange = OutOfRange.REJECT
-    routing: Routing
-    placements: tuple[Placement, ...]
-    """Ordered by row range, then shard; ``table``: one, ``rows`` and ``hash``: one for each shard."""
-    input_hash: RelativePath | None = None
-    """File (relative to the version directory) of the program to run over this table's ids before anything else:
-    INT64 [N] → INT64 [N], element by element. It uses aten operators only, so that torch alone loads and runs it: the
-    exporter refuses any other, FBGEMM's included."""
-    zch: Zch | None = None
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if len(self.features) != len(self.embedding_names) or not self.features:
-            raise ValueError(f"table {self.name}: needs one embedding name for each feature, and a feature")
-        if (self.remap is Remap.NONE) != (self.zch is None):
-            raise ValueError(f"table {self.name}: zch belongs to managed-collision tables, and to each of them")
-        if self.remap is not Remap.NONE and self.routing is Routing.ROWS:
-            raise ValueError(
-                f"table {self.name}: routing 'rows' needs row numbers, remap {self.remap.value} has raw ids"
-            )
-        if self.remap is Remap.NONE and self.routing is Routing.HASH:
-            raise ValueError(f"table {self.name}: routing 'hash' is for managed-collision tables; use 'rows'")
-        if self.routing is Routing.TABLE and len(self.placements) != 1:
-            raise ValueError(f"table {self.name}: routing 'table' has one placement")
-        if self.routing is Routing.ROWS:
-            edge = 0
-            for placement in self.placements:
-                if placement.row_start != edge:
-                    raise ValueError(
-                        f"table {self.name}: rows {edge}..{placement.row_start} are on no shard, or on two"
-                    )
-                edge = placement.row_stop
-            if edge != self.rows:
-                raise ValueError(f"table {self.name}: placements end at row {edge}, the table has {self.rows}")
-        return self
+from export.contract.tables import Table
+from export.contract.terms import INT64_MAX, Count, Routing, Runtime, Strict
 
 
 class ShardTable(Strict):
@@ -157,6 +20,8 @@ class ShardTable(Strict):
     table: str
     rows: Count
     """Rows of the table in this shard's state, default rows included."""
+    width: Annotated[int, Field(ge=1)]
+    """Numbers of each row here: the table's ``dim``, or those of its columns on this shard."""
     zch_rows: Count = 0
     """Ids in this shard's map."""
     zch_open_slots: Count = 0
@@ -179,6 +44,11 @@ class Shard(Strict):
     """Name of the Triton model: ``shard_model_name(collection, index)``."""
     tables: tuple[ShardTable, ...]
     """In the order of the request's ``table_lengths``."""
+    width: Annotated[int, Field(ge=1)]
+    """Numbers in a row of the shard's reply, ``[N', width]``: a divisor of every table's width. An id of a table of
+    ``k`` times this width is answered with ``k`` rows of the reply, one after the other."""
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda:[0-9]+)$")] = "cpu"
+    """Where its state lies and its program runs."""
     state: tuple[str, ...]
     """Names of the tensors in the state file, in the order in which the program takes them after its two inputs."""
     state_bytes: Count
@@ -199,13 +69,16 @@ class Manifest(Strict):
     Attributes are documented in place; ``tables`` keeps the module's config order.
     """
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     collection: CollectionName
     version: Annotated[int, Field(ge=1, le=INT64_MAX)]
     """Triton reads versions as INT64."""
     kind: Literal["base"] = "base"
     created_s: float
     """Seconds since the epoch."""
+    runtime: Runtime = Runtime.PYTHON
+    need_indices: bool = False
+    """The collection's ``need_indices``: replies carry the looked-up indices, as TorchRec's JaggedTensors do."""
     num_shards: Annotated[int, Field(ge=1)]
     dim: Annotated[int, Field(ge=1)]
     """Embedding dimension, the same for all tables of a TorchRec collection."""
@@ -261,8 +134,8 @@ class Manifest(Strict):
             if table.dim != self.dim:
                 raise ValueError(f"table {table.name}: dim {table.dim}, the collection has {self.dim}")
             shards = [placement.shard for placement in table.placements]
-            if table.routing is not Routing.TABLE and shards != list(range(self.num_shards)):
-                raise ValueError(f"table {table.name}: routing {table.routing.value} names every shard once, in order")
+            if table.routing is Routing.HASH and shards != list(range(self.num_shards)):
+                raise ValueError(f"table {table.name}: routing hash names every shard once, in order")
             for shard in shards:
                 if shard >= self.num_shards:
                     raise ValueError(f"table {table.name}: shard {shard} of {self.num_shards}")
@@ -277,6 +150,11 @@ class Manifest(Strict):
             for entry in shard.tables:
                 if (shard.index, entry.table) not in placed:
                     raise ValueError(f"shard {shard.index}: lists table {entry.table!r}, which is not placed there")
+                if entry.width != (width := self.table(entry.table).width_on(shard.index)) or width % shard.width:
+                    raise ValueError(
+                        f"shard {shard.index}: table {entry.table!r} has width {entry.width}, its pieces have {width}, "
+                        f"and the shard's {shard.width} divides it"
+                    )
         return self
 
     @model_validator(mode="after")

@@ -43,6 +43,26 @@ def hash_shard(ids: Unsigned, num_shards: int) -> Unsigned:
     return shards
 
 
+def training_bucket(ids: Unsigned, *, input_hash_size: int, buckets: int) -> Unsigned:
+    """Training bucket of each id, as TorchRec's row-wise managed collision cuts them.
+
+    FBGEMM's ``block_bucketize_sparse_features``: ids are read as unsigned; those below ``input_hash_size``, rounded up
+    to whole blocks, lie in blocks of equal size, all others go by modulo, as every id does when it is 0.
+
+    Args:
+        ids: A Python int in [0, 2^64) or a ``numpy.uint64`` array; signed where the rule is ``floor_modulo``.
+        input_hash_size: The module's ``input_hash_size``.
+        buckets: How many buckets there are.
+    """
+    size = -(-input_hash_size // buckets)
+    signed: Any = ids
+    over: Any = signed % buckets
+    if size == 0:
+        return over  # type: ignore[no-any-return]
+    limit = size * buckets
+    return (signed < limit) * (signed // size) + (signed >= limit) * over  # type: ignore[no-any-return]
+
+
 def even_row_ranges(rows: int, num_shards: int) -> list[tuple[int, int]]:
     """Cut ``rows`` rows into ``num_shards`` ranges [start, stop) as TorchRec's row-wise sharding does.
 

@@ -59,7 +59,10 @@ def test_managed_tables_are_hashed_over_every_shard_by_default():
         ("shards: 2\ntables: {user: {routing: table}}", "tables.user: .*needs it"),
         ("shards: 2\ntables: {user: {shard: 1}}", "tables.user: .*belongs to routing 'table'"),
         ("shards: 2\ntables: {user: {routing: hash, rows: [1, 2]}}", "tables.user: .*belongs to routing 'rows'"),
-        ("shards: 2\ntables: {user: {routing: random}}", "tables.user.routing: .*'table', 'rows' or 'hash'"),
+        (
+            "shards: 2\ntables: {user: {routing: random}}",
+            "tables.user.routing: .*'table', 'rows', 'columns', 'replicated', 'training' or 'hash'",
+        ),
         ("shards: 2\ntables: {user: {rows: [-1, 11]}}", "tables.user.rows.0: "),
     ],
 )

@@ -24,7 +24,7 @@ def collision_of(module, table="user"):
 def test_a_managed_table_is_described_with_its_map():
     module = managed_collection(policy="lru")
     user = read_collection(module).tables[0]
-    assert (user.name, user.rows, user.dim, user.features, user.unknown_row) == ("user", 12, 4, ("user",), 11)
+    assert (user.name, user.rows, user.dim, user.features) == ("user", 12, 4, ("user",))
     assert user.map.policy == "LRU_EvictionPolicy"
     assert dict(zip(user.map.ids_K.tolist(), user.map.rows_K.tolist(), strict=True)) == map_of(module, "user")
 
@@ -32,7 +32,7 @@ def test_a_managed_table_is_described_with_its_map():
 def test_rows_are_not_copied():
     module = plain_collection()
     source = read_collection(module)
-    assert source.tables[0].weight_RD.data_ptr() == module.embeddings["user"].weight.data_ptr()
+    assert source.tables[0].numbers.pieces[0].numbers.data_ptr() == module.embeddings["user"].weight.data_ptr()
     assert source.tables[0].map is None
 
 

@@ -79,9 +79,10 @@ def write_version(repo: Path, version: int = 1) -> Path:
             {
                 "index": 0,
                 "model": MODEL,
+                "width": DIM,
                 "tables": [
-                    {"table": "user", "rows": 6, "zch_rows": 5, "zch_open_slots": 14},
-                    {"table": "item", "rows": 3},
+                    {"table": "user", "rows": 6, "width": DIM, "zch_rows": 5, "zch_open_slots": 14},
+                    {"table": "item", "rows": 3, "width": DIM},
                 ],
                 "state": list(state),
                 "state_bytes": sum(tensor.nbytes for tensor in state.values()),
@@ -135,6 +136,7 @@ def _table(name, remap, zch):
         "routing": "table",
         "placements": [{"shard": 0, "row_start": 0, "row_stop": 20 if zch else 3}],
         "zch": zch,
+        "training": {"input_hash_size": 0, "row_edges": [0, 20]} if zch else None,
     }
 
 

@@ -52,7 +52,7 @@ def set_at(document, path, value):
     [
         (("surprise",), 1, "surprise"),
         (("tables", 0, "surprise"), 1, "surprise"),
-        (("schema_version",), 2, "schema_version"),
+        (("schema_version",), 1, "schema_version"),
         (("version",), 0, "version"),
         (("version",), "1", "version\n.*valid integer"),
         (("version",), 1.0, "version\n.*valid integer"),
@@ -75,11 +75,18 @@ def set_at(document, path, value):
         (("dim",), 5, "dim 3, the collection has 5"),
         (("tables", 0, "name"), "item", "named once"),
         (("tables", 0, "zch"), None, "zch"),
-        (("tables", 2, "routing"), "hash", "managed-collision"),
-        (("tables", 0, "routing"), "rows", "raw ids"),
+        (("tables", 2, "routing"), "hash", "not for remap none; use table, rows, columns, replicated"),
+        (("tables", 0, "routing"), "rows", "not for remap mch; use hash, table, training"),
         (("tables", 2, "placements", 1, "row_start"), 5, "on no shard, or on two"),
         (("tables", 2, "placements", 1, "row_stop"), 6, "end at row 6"),
-        (("tables", 2, "placements", 1, "shard"), 0, "every shard once"),
+        (("tables", 2, "placements", 1, "shard"), 0, "names a shard at most once"),
+        (("tables", 2, "placements", 1, "col_start"), 1, "only routing 'columns' cuts rows"),
+        (("tables", 0, "training"), None, "remap mch and training do not go together"),
+        (("tables", 0, "training", "row_edges"), [0, 7], "buckets end at row 7"),
+        (("tables", 0, "training", "row_edges"), [0, 9, 7], "they start with 0 and never fall"),
+        (("shards", 0, "width"), 2, "the shard's 2 divides it"),
+        (("shards", 0, "tables", 0, "width"), 1, "its pieces have 3"),
+        (("shards", 0, "device"), "gpu", "device"),
         (("tables", 0, "embedding_names"), ["user"], "one embedding name for each feature"),
         (("shards", 1, "tables"), [], "does not list it once"),
         (("shards", 1, "index"), 0, "in order"),
@@ -113,7 +120,7 @@ def test_a_file_listed_twice_is_refused():
 def test_a_shard_that_lists_a_table_placed_elsewhere_is_refused():
     tables = [make_table(name, [name], routing=Routing.TABLE, num_shards=2, home=at) for at, name in enumerate("ab")]
     document = json.loads(make_manifest(tables, 2).model_dump_json())
-    document["shards"][0]["tables"].append({"table": "b", "rows": 1})
+    document["shards"][0]["tables"].append({"table": "b", "rows": 1, "width": 3})
     with pytest.raises(ValidationError, match="shard 0: lists table 'b', which is not placed there"):
         Manifest.model_validate_json(json.dumps(document))
 
