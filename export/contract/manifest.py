@@ -22,6 +22,8 @@ class ShardTable(Strict):
     """Rows of the table in this shard's state, default rows included."""
     width: Annotated[int, Field(ge=1)]
     """Numbers of each row here: the table's ``dim``, or those of its columns on this shard."""
+    max_error: Annotated[float, Field(ge=0)] = 0.0
+    """Bound on the absolute error of any number here against the trained one; 0 for ``fp32``."""
     zch_rows: Count = 0
     """Ids in this shard's map."""
     zch_open_slots: Count = 0

@@ -107,8 +107,6 @@ class Table(Strict):
     """``num_embeddings`` of the whole table."""
     dim: Annotated[int, Field(ge=1)]
     row_dtype: RowDtype
-    max_error: Annotated[float, Field(ge=0)] = 0.0
-    """Bound on the absolute error of any number of any row against the trained FP32 one; 0 for ``fp32``."""
     features: tuple[str, ...]
     embedding_names: tuple[str, ...]
     """TorchRec's name of each feature's output: the feature, or ``feature@table`` where several tables share it."""
