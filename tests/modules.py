@@ -1,11 +1,17 @@
-"""Small TorchRec modules, really trained: evictions have happened, and no two rows are alike. Seeds are fixed."""
+"""Small TorchRec modules, really trained: evictions have happened, and no two rows are alike. Seeds are fixed.
 
-from collections.abc import Callable, Sequence
+MPZCH is the exception: its CPU kernel is read-only, so ``fill_identities`` puts ids into its table as training does.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
 from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
 from torchrec.modules.mc_modules import (
     DistanceLFU_EvictionPolicy,
@@ -22,6 +28,15 @@ POLICIES: dict[str, Callable[[], MCHEvictionPolicy]] = {
     "lru": LRU_EvictionPolicy,
     "distance_lfu": DistanceLFU_EvictionPolicy,
 }
+
+FALLBACKS = {
+    "slot": {},
+    "none": {"disable_fallback": True},
+    "no_bag": {"disable_fallback": True, "no_bag": True},
+    "reserved": {"opt_in_prob": 50, "percent_reserved_slots": 25},
+    "reserved_none": {"opt_in_prob": 50, "percent_reserved_slots": 25, "disable_fallback": True},
+}
+"""What an MPZCH module answers to an id that it does not hold: options of ``HashZchManagedCollisionModule``."""
 
 InputHash = Callable[[torch.Tensor, int], torch.Tensor]
 
@@ -146,8 +161,100 @@ def managed_collection(
 def map_of(module: nn.Module, table: str) -> dict[int, int]:
     """The learned id → row map of a table, read from the module's buffers."""
     collision = module._managed_collision_collection._managed_collision_modules[table]
+    if isinstance(collision, HashZchManagedCollisionModule):
+        slots = enumerate(collision._hash_zch_identities.flatten().tolist())
+        return {id_: row for row, id_ in slots if id_ != -1}
     pairs = zip(collision._mch_sorted_raw_ids.tolist(), collision._mch_remapped_ids_mapping.tolist(), strict=True)
     return {id_: row for id_, row in pairs if id_ != 2**63 - 1}
+
+
+def hash_zch_module(
+    rows: int,
+    *,
+    name: str = "user",
+    buckets: int = 1,
+    fallback: str = "slot",
+    input_hash_size: int = 0,
+    max_probe: int = 4,
+    eviction: str | None = None,
+) -> HashZchManagedCollisionModule:
+    """An MPZCH module that holds no id; ``fallback`` is one of FALLBACKS, ``eviction`` a HashZchEvictionPolicyName."""
+    policy = None if eviction is None else HashZchEvictionPolicyName(eviction)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="To copy construct from a tensor", category=UserWarning)
+        return HashZchManagedCollisionModule(
+            zch_size=rows,
+            device=torch.device("cpu"),
+            total_num_buckets=buckets,
+            max_probe=max_probe,
+            input_hash_size=input_hash_size,
+            name=name,
+            eviction_policy_name=policy,
+            eviction_config=policy and HashZchEvictionConfig(features=[name], single_ttl=24),
+            **FALLBACKS[fallback],
+        )
+
+
+def fill_identities(module: HashZchManagedCollisionModule, ids: Iterable[int]) -> dict[int, int]:
+    """Put ids where training would: the first free slot of at most ``max_probe`` from where the id hashes to.
+
+    The CPU kernel only reads, but on an empty table it says where an id hashes to.
+
+    Returns:
+        The row of each id that found a slot; the others stay unknown, as the ones that training crowds out do.
+    """
+    ids_N = torch.tensor(sorted(set(ids) - {-1}), dtype=torch.int64)
+    _, sizes_N, offsets_N = module.input_mapper(ids_N)
+    reserved = max(module.get_reserved_slots_per_bucket(), 0)
+    homes_N, _ = torch.ops.fbgemm.zero_collision_hash(
+        input=ids_N,
+        identities=torch.full_like(module._hash_zch_identities, -1),
+        max_probe=1,
+        circular_probe=True,
+        exp_hours=-1,
+        readonly=True,
+        local_sizes=sizes_N - reserved,
+        offsets=offsets_N,
+    )
+    slots: dict[int, int] = {}
+    rows: dict[int, int] = {}
+    for id_, home, size, offset in zip(
+        ids_N.tolist(), homes_N.tolist(), (sizes_N - reserved).tolist(), offsets_N.tolist(), strict=True
+    ):
+        probed = (offset + (home - offset + step) % size for step in range(min(module.max_probe, size)))
+        row = next((row for row in probed if row not in slots), None)
+        if row is not None:
+            slots[row], rows[id_] = id_, row
+    with torch.no_grad():
+        module._hash_zch_identities.fill_(-1)
+        for row, id_ in slots.items():
+            module._hash_zch_identities[row] = id_
+    return rows
+
+
+def hash_zch_collection(
+    rows: dict[str, int] | None = None,
+    features: dict[str, list[str]] | None = None,
+    *,
+    dim: int = 4,
+    seed: int = 0,
+    **options: object,
+) -> ManagedCollisionEmbeddingCollection:
+    """A collection of MPZCH tables, each about three quarters full; by default user (24 rows) and item (36).
+
+    ``options`` are those of ``hash_zch_module``.
+    """
+    tables = configs(rows or {"user": 24, "item": 36}, features, dim=dim)
+    collection = EmbeddingCollection(tables=tables)
+    spread_rows(collection, seed)
+    generator = torch.Generator().manual_seed(seed)
+    modules = {}
+    for table in tables:
+        module = modules[table.name] = hash_zch_module(table.num_embeddings, name=table.name, **options)
+        top = module.input_size() or 2**62
+        ids = torch.randint(-top if not module.input_size() else 0, top, (table.num_embeddings,), generator=generator)
+        fill_identities(module, ids.tolist())
+    return ManagedCollisionEmbeddingCollection(collection, ManagedCollisionCollection(modules, tables))
 
 
 def _skewed_ids(rows: int, step: int, generator: torch.Generator) -> torch.Tensor:
