@@ -22,7 +22,8 @@ from benchmarks.report import Comparison
 from benchmarks.rounds import Spent, alternate, await_quiet
 from benchmarks.shapes import FEATURE, SEED, TABLE, build_full_map, map_of, weight_of
 from export.contract import Unknown
-from export.placement import Plan, place_tables
+from export.placement import place_tables
+from export.plans import Plan
 from export.progress import Progress, silent
 from export.source import read_collection
 from export.state import PlacedTable, build_mch_state, map_state, write_state

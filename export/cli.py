@@ -86,16 +86,14 @@ def export(  # noqa: PLR0917  typer calls it by keyword
     with _ended_by_sigterm(), _progress() as on_progress:
         on_progress("loading torch and torchrec", 0, 1)
         from export.collection import export_collection
-        from export.placement import read_plan
 
         on_progress("loading torch and torchrec", 1, 1)
-        cut = None if plan is None else read_plan(plan)
         manifest = export_collection(
             _load(module, on_progress),
             out,
             name=name,
             num_shards=shards,
-            plan=cut,
+            plan=plan,
             version=version,
             unknown=unknown,
             out_of_range=out_of_range,

@@ -15,7 +15,8 @@ from export.check import check_version
 from export.contract import Manifest, OutOfRange, Shard, StateFile, Unknown, check_collection_name, version_dir
 from export.errors import ExportError
 from export.input_hash import trace_input_hashes
-from export.placement import Plan, place_tables, read_plan
+from export.placement import choose_plan, place_tables
+from export.plans import Plan
 from export.progress import Progress, silent
 from export.publish import choose_version, lock_collection, publish, stage
 from export.published import check_files, find_version
@@ -76,7 +77,7 @@ def export_collection(
     """
     root = Path(repo)
     source = read_collection(module)
-    cut = _plan(num_shards, plan)
+    cut = choose_plan(source, num_shards=num_shards, plan=plan)
     checked_name = _check_name(name)
     tables = _place(source, cut, _choice(Unknown, "unknown", unknown))
     range_rule = _choice(OutOfRange, "out_of_range", out_of_range)
@@ -149,20 +150,6 @@ def _export(root: Path, order: VersionOrder, on_progress: Progress) -> Manifest:
         check_version(directory, manifest, order.source, on_progress)
         publish(root, directory, manifest, [render_config(shard.model) for shard in shards])
     return manifest
-
-
-def _plan(num_shards: int | None, plan: str | Path | Plan | None) -> Plan:
-    if plan is None:
-        if num_shards is not None and num_shards < 1:
-            raise ExportError(f"num_shards {num_shards}: use a number from 1 on")
-        return Plan(shards=1 if num_shards is None else num_shards)
-    if num_shards is not None:
-        raise ExportError("num_shards and plan were both given; the plan says how many shards there are")
-    if isinstance(plan, Plan):
-        return plan
-    if isinstance(plan, (str, Path)):
-        return read_plan(Path(plan))
-    raise ExportError(f"plan: a {type(plan).__name__} is not read; give the path of a plan.yaml")
 
 
 def _place(source: CollectionSource, plan: Plan, unknown: Unknown) -> tuple[PlacedTable, ...]:

@@ -1,83 +1,59 @@
-"""Owns the decision which shard holds which table or rows, and plan.yaml; must not read rows.
+"""Owns the decision which shard holds which table, rows or columns; must not read rows.
 
-::
-
-    shards: 3
-    tables:
-      user: {routing: hash}
-      item: {routing: table, shard: 1}
-      category: {routing: rows, rows: [4, 3, 3]}
+What a plan says is in ``export.plans``; what TorchRec's own plans say, in ``export.sharding_plan``.
 """
 
 import itertools
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Self
 
-import yaml
-from pydantic import ConfigDict, Field, ValidationError, model_validator
-
-from export.contract import Placement, Routing, even_row_ranges
-from export.contract.terms import Strict
+from export.contract import ROUTINGS, Placement, Remap, Routing, even_row_ranges
 from export.errors import ExportError
+from export.plans import DEVICE, Pieces, Plan, TablePlan, read_plan
+from export.sharding_plan import read_sharding_plan
 from export.source import CollectionSource, TableSource
 
-
-class TablePlan(Strict):
-    """How one table is cut; fields that its routing does not use must be left out."""
-
-    model_config = ConfigDict(strict=False)  # YAML knows neither enums nor tuples
-
-    routing: Routing | None = None
-    """None: ``hash`` for a managed-collision table, ``rows`` for a plain one."""
-    shard: Annotated[int, Field(ge=0)] | None = None
-    """``table`` routing: the shard that holds it."""
-    rows: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """``rows`` routing: rows on each shard, 0 allowed. None: even ranges as TorchRec's row-wise sharding cuts them."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if (self.routing is Routing.TABLE) != (self.shard is not None):
-            raise ValueError("'shard' belongs to routing 'table', which needs it")
-        if self.rows is not None and self.routing not in (None, Routing.ROWS):
-            raise ValueError(f"'rows' belongs to routing 'rows', not {self.routing}")
-        return self
+_KINDS = {Remap.NONE: "plain", Remap.MCH: "MCH", Remap.MPZCH: "MPZCH"}
 
 
-class Plan(Strict):
-    """A whole plan; tables that it does not name get the default routing."""
+def choose_plan(
+    source: CollectionSource, *, num_shards: int | None = None, plan: object = None, device: str | None = None
+) -> Plan:
+    """The plan that the options of an export mean.
 
-    model_config = ConfigDict(strict=False)
-
-    shards: Annotated[int, Field(ge=1)]
-    tables: dict[str, TablePlan] = Field(default_factory=dict)
-
-
-def read_plan(path: Path) -> Plan:
-    """Read plan.yaml.
+    Args:
+        source: The module.
+        num_shards: Over how many shards to spread every table; 1 if there is no plan either.
+        plan: A ``Plan``, the path of a plan.yaml, or TorchRec's ``EmbeddingModuleShardingPlan``.
+        device: Where every shard's state lies, whatever the plan says; None: as the plan says, else the CPU.
 
     Raises:
-        ExportError: It cannot be read, is not YAML, or breaks a rule; names the field.
+        ExportError: The options contradict each other or break a rule; names the field.
     """
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as exc:
-        raise ExportError(f"plan {path}: {exc.strerror}") from exc
-    except UnicodeDecodeError as exc:
-        raise ExportError(f"plan {path}: not UTF-8 text") from exc
-    except yaml.YAMLError as exc:
-        raise ExportError(f"plan {path}: not YAML: {' '.join(str(exc).split())}") from exc
-    try:
-        return Plan.model_validate(document)
-    except ValidationError as exc:
-        faults = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'plan'}: {e['msg']}" for e in exc.errors())
-        raise ExportError(f"plan {path}: {faults}") from exc
+    if device is not None and not re.fullmatch(DEVICE, device):
+        raise ExportError(f"device {device!r}: use cpu or cuda:N")
+    if plan is None:
+        if num_shards is not None and num_shards < 1:
+            raise ExportError(f"num_shards {num_shards}: use a number from 1 on")
+        cut = Plan(shards=1 if num_shards is None else num_shards)
+    elif num_shards is not None:
+        raise ExportError("num_shards and plan were both given; the plan says how many shards there are")
+    elif isinstance(plan, Plan):
+        cut = plan
+    elif isinstance(plan, (str, Path)):
+        cut = read_plan(Path(plan))
+    else:
+        cut = read_sharding_plan(source, plan, device=device)
+    return cut if device is None else cut.model_copy(update={"devices": (device,) * cut.shards})
 
 
 def place_tables(source: CollectionSource, plan: Plan) -> dict[str, tuple[Routing, tuple[Placement, ...]]]:
     """Routing and placements of every table, by name.
 
     Raises:
-        ExportError: The plan names a table that is not there, a shard out of range, or rows that do not add up.
+        ExportError: The plan names a table that is not there, a routing that is not for its kind, a shard out of range
+            or twice, or rows or columns that do not add up or cut a training bucket.
     """
     names = [table.name for table in source.tables]
     unknown = sorted(set(plan.tables) - set(names))
@@ -87,30 +63,86 @@ def place_tables(source: CollectionSource, plan: Plan) -> dict[str, tuple[Routin
 
 
 def _place(table: TableSource, plan: TablePlan, shards: int) -> tuple[Routing, tuple[Placement, ...]]:
-    managed = table.map is not None
-    routing = plan.routing or (Routing.HASH if managed else Routing.ROWS)
-    if managed and (routing is Routing.ROWS or plan.rows is not None):
-        raise ExportError(f"plan: table {table.name}: routing 'rows' is for plain tables; use 'hash' or 'table'")
-    if not managed and routing is Routing.HASH:
-        raise ExportError(f"plan: table {table.name}: routing 'hash' is for managed-collision tables; use 'rows'")
-    if routing is Routing.TABLE:
-        shard = plan.shard or 0
-        if shard >= shards:
-            raise ExportError(f"plan: table {table.name}: shard {shard} is out of range, shards are 0..{shards - 1}")
-        return routing, (Placement(shard=shard, row_start=0, row_stop=table.rows),)
-    if routing is Routing.HASH:
-        return routing, tuple(Placement(shard=shard, row_start=0, row_stop=table.rows) for shard in range(shards))
-    return routing, _row_ranges(table, plan.rows, shards)
+    remap = Remap.NONE if table.map is None else table.map.remap
+    routing = plan.chosen_routing or (Routing.ROWS if table.map is None else ROUTINGS[remap][0])
+    if routing not in ROUTINGS[remap]:
+        use = ", ".join(repr(str(routing)) for routing in ROUTINGS[remap])
+        raise ExportError(f"plan: table {table.name}: routing '{routing}' is not for {_KINDS[remap]} tables; use {use}")
+    pieces = _cut(table, routing, plan, shards)
+    _check_shards(table.name, routing, [piece.shard for piece in pieces], shards)
+    return routing, pieces
 
 
-def _row_ranges(table: TableSource, sizes: tuple[int, ...] | None, shards: int) -> tuple[Placement, ...]:
-    if sizes is None:
-        ranges = even_row_ranges(table.rows, shards)
-    else:
-        if len(sizes) != shards:
-            raise ExportError(f"plan: table {table.name}: rows names {len(sizes)} shards, the plan has {shards}")
-        if sum(sizes) != table.rows:
-            raise ExportError(f"plan: table {table.name}: rows add up to {sum(sizes)}, the table has {table.rows}")
-        edges = [sum(sizes[:shard]) for shard in range(shards + 1)]
-        ranges = list(itertools.pairwise(edges))
-    return tuple(Placement(shard=shard, row_start=start, row_stop=stop) for shard, (start, stop) in enumerate(ranges))
+def _cut(table: TableSource, routing: Routing, plan: TablePlan, shards: int) -> tuple[Placement, ...]:
+    if routing is Routing.COLUMNS:
+        assert plan.columns is not None
+        cut = _pieces(table.name, "columns", plan.columns, shards, table.dim)
+        if any(size == 0 for _, size in cut):
+            raise ExportError(f"plan: table {table.name}: columns names a piece of no columns; leave it out")
+        return tuple(
+            Placement(shard=shard, row_start=0, row_stop=table.rows, col_start=start, col_stop=stop)
+            for shard, start, stop in _ranges(cut)
+        )
+    if routing in {Routing.ROWS, Routing.TRAINING}:
+        if plan.rows is not None:
+            ranges = _ranges(_pieces(table.name, "rows", plan.rows, shards, table.rows))
+        elif routing is Routing.TRAINING:
+            ranges = _even_buckets(table, shards)
+        else:
+            ranges = [(shard, *rows) for shard, rows in enumerate(even_row_ranges(table.rows, shards))]
+        if routing is Routing.TRAINING:
+            _check_buckets(table, [start for _, start, _ in ranges])
+        return tuple(Placement(shard=shard, row_start=start, row_stop=stop) for shard, start, stop in ranges)
+    holders: Mapping[Routing, tuple[int, ...]] = {
+        Routing.TABLE: (plan.shard or 0,),
+        Routing.HASH: tuple(range(shards)),
+        Routing.REPLICATED: tuple(range(shards)) if plan.shards in (None, "all") else tuple(map(int, plan.shards)),
+    }
+    return tuple(Placement(shard=shard, row_start=0, row_stop=table.rows) for shard in holders[routing])
+
+
+def _pieces(table: str, field: str, cut: Sequence[int | tuple[int, int]], shards: int, whole: int) -> Pieces:
+    """Pieces that are known to add up, from either way of writing them."""
+    pieces = tuple((shard, item) if isinstance(item, int) else item for shard, item in enumerate(cut))
+    if isinstance(cut[0], int) and len(cut) != shards:
+        raise ExportError(f"plan: table {table}: {field} names {len(cut)} shards, the plan has {shards}")
+    if (total := sum(size for _, size in pieces)) != whole:
+        raise ExportError(f"plan: table {table}: {field} add up to {total}, the table has {whole}")
+    return pieces
+
+
+def _ranges(pieces: Pieces) -> list[tuple[int, int, int]]:
+    """(shard, start, stop) of pieces that follow each other."""
+    edges = itertools.accumulate((size for _, size in pieces), initial=0)
+    return [(shard, *edge) for (shard, _), edge in zip(pieces, itertools.pairwise(edges), strict=True)]
+
+
+def _even_buckets(table: TableSource, shards: int) -> list[tuple[int, int, int]]:
+    """Whole training buckets, spread as TorchRec spreads ``num_buckets``: the first shards take one more."""
+    assert table.map is not None
+    edges = table.map.training.row_edges
+    each, more = divmod(table.map.training.buckets, shards)
+    firsts = [shard * each + min(shard, more) for shard in range(shards + 1)]
+    return [(shard, edges[first], edges[last]) for shard, (first, last) in enumerate(itertools.pairwise(firsts))]
+
+
+def _check_buckets(table: TableSource, starts: list[int]) -> None:
+    assert table.map is not None
+    edges = table.map.training.row_edges
+    for start in starts:
+        if start not in edges:
+            last = next(index for index, edge in enumerate(edges) if edge > start)
+            raise ExportError(
+                f"plan: table {table.name}: rows are cut at {start}, inside the training bucket of rows "
+                f"{edges[last - 1]}..{edges[last]}; cut between buckets, or use routing 'hash' where that is offered"
+            )
+
+
+def _check_shards(table: str, routing: Routing, named: list[int], shards: int) -> None:
+    if not named:
+        raise ExportError(f"plan: table {table}: shards names none; name those that hold a copy, or all")
+    if (highest := max(named)) >= shards:
+        raise ExportError(f"plan: table {table}: shard {highest} is out of range, shards are 0..{shards - 1}")
+    twice = [shard for shard in named if named.count(shard) > 1]
+    if twice and routing is not Routing.COLUMNS:
+        raise ExportError(f"plan: table {table}: shard {twice[0]} is named twice; routing '{routing}' names it once")

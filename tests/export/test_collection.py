@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from export import export_collection, verify_version
 from export.contract import INT64_MAX, Manifest, Routing, read_manifest, versions
 from export.errors import ExportError
-from export.placement import Plan, TablePlan
+from export.plans import Plan, TablePlan
 from tests.export.reader import expected, row_bytes, served
 from tests.modules import (
     POLICIES,
@@ -240,7 +240,7 @@ def test_tables_that_share_an_input_hash_share_its_file(tmp_path):
     [
         ({"num_shards": 0}, "num_shards 0"),
         ({"num_shards": 2, "plan": Plan(shards=2)}, "both given"),
-        ({"plan": {"shards": 2}}, "a dict is not read"),
+        ({"plan": {"shards": 2}}, "dict is not read"),
         ({"version": 0}, "version 0"),
         ({"unknown": "zero"}, "use out_of_range"),
         ({"out_of_range": "nothing"}, "out_of_range 'nothing': use one of reject, zero"),

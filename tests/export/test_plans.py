@@ -1,0 +1,109 @@
+"""What plan.yaml may say, and how a mistake in it is refused."""
+
+import pytest
+
+from export.contract import Routing
+from export.errors import ExportError
+from export.plans import Plan, TablePlan, make_plan, read_plan
+
+
+def write(tmp_path, text):
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_the_plan_that_the_documentation_shows_is_read_as_it_says(tmp_path):
+    import export.plans
+
+    plan = read_plan(write(tmp_path, export.plans.__doc__.split("::\n")[1].split("\n\nA table")[0]))
+    assert (plan.shards, plan.devices) == (3, ("cpu", "cuda:0", "cuda:1"))
+    assert {name: table.chosen_routing for name, table in plan.tables.items()} == {
+        "user": Routing.HASH,
+        "session": Routing.TRAINING,
+        "item": Routing.TABLE,
+        "category": Routing.ROWS,
+        "city": Routing.ROWS,
+        "brand": Routing.COLUMNS,
+        "country": Routing.REPLICATED,
+    }
+    assert plan.tables["category"].rows == (4, 3, 3)
+    assert plan.tables["city"].rows == ((2, 6), (0, 5))
+    assert plan.tables["brand"].columns == ((1, 16), (0, 8), (1, 8))
+
+
+@pytest.mark.parametrize(
+    ("devices", "where"),
+    [("", ["cpu", "cpu"]), ("devices: cuda:1", ["cuda:1", "cuda:1"]), ("devices: [cuda:0, cpu]", ["cuda:0", "cpu"])],
+)
+def test_devices_are_one_for_all_shards_or_one_for_each(tmp_path, devices, where):
+    plan = read_plan(write(tmp_path, f"shards: 2\n{devices}"))
+    assert [plan.device_of(shard) for shard in range(2)] == where
+
+
+SIZES = r"write a size for each shard, \[4, 3, 3\], or \[shard, size\] in order"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("shards: 0", "shards: .*greater than or equal to 1"),
+        ("tables: {}", "shards: Field required"),
+        ("[1, 2]", "plan: .*"),
+        ("shards: [", "not YAML"),
+        ("shards: 2\nshard: 3", "shard: Extra inputs"),
+        ("shards: 2\ndevices: [cpu]", "plan: devices names 1, there are 2 shards"),
+        ("shards: 2\ndevices: cuda", "devices.0: 'cuda': use cpu or cuda:N"),
+        ("shards: 2\ndevices: [cpu, gpu:0]", "devices.1: 'gpu:0': use cpu or cuda:N"),
+        ("shards: 2\ntables: {user: {routing: table}}", "tables.user: routing 'table' needs 'shard'"),
+        ("shards: 2\ntables: {user: {routing: columns}}", "tables.user: routing 'columns' needs 'columns'"),
+        ("shards: 2\ntables: {user: {shard: -1}}", "tables.user.shard: "),
+        (
+            "shards: 2\ntables: {user: {routing: hash, rows: [1, 2]}}",
+            "tables.user: 'rows' belongs to routing 'rows' or 'training', not 'hash'",
+        ),
+        (
+            "shards: 2\ntables: {user: {routing: rows, shard: 1}}",
+            "tables.user: 'shard' belongs to routing 'table', not 'rows'",
+        ),
+        (
+            "shards: 2\ntables: {user: {columns: [2, 2], shards: all}}",
+            "tables.user: 'shards' belongs to routing 'replicated', not 'columns'",
+        ),
+        (
+            "shards: 2\ntables: {user: {routing: random}}",
+            "tables.user.routing: .*'table', 'rows', 'columns', 'replicated', 'training' or 'hash'",
+        ),
+        ("shards: 2\ntables: {user: {rows: [-1, 11]}}", rf"tables.user.rows: \[-1, 11\]: {SIZES}"),
+        ("shards: 2\ntables: {user: {rows: [4, [1, 6]]}}", rf"tables.user.rows: .*: {SIZES}"),
+        ("shards: 2\ntables: {user: {rows: []}}", rf"tables.user.rows: \[\]: {SIZES}"),
+        ("shards: 2\ntables: {user: {rows: 10}}", f"tables.user.rows: 10: {SIZES}"),
+        ("shards: 2\ntables: {user: {rows: [true, 9]}}", f"tables.user.rows: .*: {SIZES}"),
+        ("shards: 2\ntables: {user: {columns: [[0, 2, 2]]}}", f"tables.user.columns: .*: {SIZES}"),
+        ("shards: 2\ntables: {user: {columns: [1.5, 2.5]}}", f"tables.user.columns: .*: {SIZES}"),
+        ("shards: 2\ntables: {user: {shards: some}}", "tables.user.shards.*'all'"),
+        ("shards: 2\ntables: {user: {column: [1]}}", "tables.user.column: Extra inputs"),
+    ],
+)
+def test_a_plan_that_breaks_a_rule_is_refused_naming_the_field(tmp_path, text, message):
+    with pytest.raises(ExportError, match=message) as raised:
+        read_plan(write(tmp_path, text))
+    assert "\n" not in str(raised.value)
+    assert str(raised.value).startswith(f"plan {tmp_path}")
+
+
+def test_a_plan_that_is_not_there_is_refused_with_its_path(tmp_path):
+    with pytest.raises(ExportError, match=r"nowhere\.yaml: No such file"):
+        read_plan(tmp_path / "nowhere.yaml")
+
+
+def test_a_plan_that_is_no_text_is_refused_with_its_path(tmp_path):
+    (tmp_path / "plan.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ExportError, match=r"plan\.yaml: not UTF-8 text"):
+        read_plan(tmp_path / "plan.yaml")
+
+
+def test_a_plan_is_the_same_made_in_python_or_read():
+    assert make_plan({"shards": 2, "tables": {"user": {"rows": [[1, 4], [0, 6]]}}}) == Plan(
+        shards=2, tables={"user": TablePlan(rows=((1, 4), (0, 6)))}
+    )
