@@ -148,7 +148,7 @@ def _export(root: Path, order: VersionOrder, on_progress: Progress) -> Manifest:
                 files.append(written)
         manifest = describe_version(order, tuple(files), tuple(shards))
         check_version(directory, manifest, order.source, on_progress)
-        publish(root, directory, manifest, [render_config(shard.model) for shard in shards])
+        publish(root, directory, manifest, [render_config(shard, manifest.runtime) for shard in shards])
     return manifest
 
 

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from export.contract import Manifest, RepositoryError, read_manifest, shard_dir, version_dir, versions
+from export.contract import Manifest, RepositoryError, Runtime, read_manifest, shard_dir, version_dir, versions
 from export.errors import ExportError
 from export.progress import Progress
 
@@ -24,6 +24,23 @@ def find_version(repo: Path, collection: str, version: int | None) -> Manifest:
         return read_manifest(repo, collection, published[-1] if version is None else version)
     except RepositoryError as exc:
         raise ExportError(str(exc)) from exc
+
+
+def check_runtime(repo: Path, collection: str, runtime: Runtime) -> None:
+    """Triton's configuration of a shard is one for all versions, so what runs them is too.
+
+    Raises:
+        ExportError: The collection has a version for the other runtime.
+    """
+    try:
+        newest = find_version(repo, collection, None)
+    except ExportError:
+        return  # there is none, or none that this kjtserve serves
+    if newest.runtime is not runtime:
+        raise ExportError(
+            f"runtime {runtime.value!r}: version {newest.version} of {collection!r} is for {newest.runtime.value!r}, and "
+            f"Triton runs all versions of a shard alike; use --name or --out of its own, or --runtime {newest.runtime.value}"
+        )
 
 
 def check_files(repo: Path, manifest: Manifest, on_progress: Progress) -> None:
