@@ -7,21 +7,17 @@ runs, so that ``--help`` is quick.
 import json
 import logging
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import filesize
 from rich.console import Console
-from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bars
-from rich.text import Text
 
 from export.contract import OutOfRange, RepositoryError, Unknown, check_collection_name, collections, versions
 from export.progress import Progress
+from export.terminal import is_first, show_progress
 
 if TYPE_CHECKING:
     from torch import nn
@@ -81,9 +77,9 @@ def export(  # noqa: PLR0917  typer calls it by keyword
     if shards is not None and plan is not None:
         raise typer.BadParameter("give --shards or --plan, not both: the plan says how many shards there are")
     _check_target(module)
-    from export.report import describe_shards, skew_warnings
+    from export.report import describe_shards
 
-    with _ended_by_sigterm(), _progress() as on_progress:
+    with _ended_by_sigterm(), show_progress() as on_progress:
         on_progress("loading torch and torchrec", 0, 1)
         from export.collection import export_collection
 
@@ -99,12 +95,11 @@ def export(  # noqa: PLR0917  typer calls it by keyword
             out_of_range=out_of_range,
             on_progress=on_progress,
         )
-    console = Console()
-    published = f"{out}: published {name} version {manifest.version}; rows of each table by shard:"
-    console.print(published, markup=False, highlight=False, soft_wrap=True)
-    console.print(describe_shards(manifest))
-    for line in skew_warnings(manifest):
-        _stderr().print(f"warning: {line}", style="yellow", markup=False)
+    if is_first():
+        console = Console()
+        published = f"{out}: published {name} version {manifest.version}; rows of each table by shard:"
+        console.print(published, markup=False, highlight=False, soft_wrap=True)
+        console.print(describe_shards(manifest))
 
 
 def verify(
@@ -125,7 +120,7 @@ def verify(
 
     _check_target(against)
     collection = _collection(repo, name)
-    with _progress() as on_progress:
+    with show_progress() as on_progress:
         on_progress("loading torch and torchrec", 0, 1)
         from export.collection import verify_version
 
@@ -220,31 +215,3 @@ def _ended_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-class _Rate(ProgressColumn):
-    """How fast a step goes, in what it counts (rows, bytes) a second; nothing for steps of one piece."""
-
-    def render(self, task: Task) -> Text:
-        if not task.speed or (task.total or 0) <= 1:
-            return Text()
-        return Text(f"{filesize.decimal(int(task.speed)).removesuffix('bytes').removesuffix('B').rstrip()}/s")
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """Bars on stderr for whoever watches; nothing where nobody does."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), _Rate(), TimeRemainingColumn())
-    with Bars(*columns, console=_stderr(), transient=True, disable=not sys.stderr.isatty()) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def on_progress(step: str, done: int, total: int) -> None:
-            if step not in tasks:
-                tasks[step] = bars.add_task(step, total=total)
-            bars.update(tasks[step], completed=done, total=total)
-
-        yield on_progress
-
-
-def _stderr() -> Console:
-    return Console(stderr=True, soft_wrap=True)

@@ -20,6 +20,7 @@ from export.plans import Plan
 from export.progress import Progress, silent
 from export.publish import choose_version, lock_collection, publish, stage
 from export.published import check_files, find_version
+from export.skew import warn_of_skew
 from export.source import CollectionSource, read_collection
 from export.state import PlacedTable
 from export.triton_config import render_config
@@ -82,6 +83,7 @@ def export_collection(
     tables = _place(source, cut, _choice(Unknown, "unknown", unknown))
     range_rule = _choice(OutOfRange, "out_of_range", out_of_range)
     _check_options(source, tables, range_rule)
+    warn_of_skew(tables, cut.shards)
     hashes = trace_input_hashes(source)
     try:
         with lock_collection(root, checked_name):

@@ -1,19 +1,15 @@
-"""Owns what a person reads about a version: tables of tables and shards, and a warning about uneven ones.
+"""Owns what a person reads about a version: tables of tables and shards.
 
 Reads manifests only; must not import torch.
 """
 
-import math
 import time
-from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
 from rich.table import Table as Grid
+from rich.text import Text
 
-from export.contract import Manifest, Routing, Table
-
-_SKEW = 1.5
-_DEVIATIONS = 4
+from export.contract import Manifest, Routing, RowDtype, Shard, Table
 
 
 def describe_version(manifest: Manifest, published: list[int]) -> RenderableType:
@@ -22,9 +18,12 @@ def describe_version(manifest: Manifest, published: list[int]) -> RenderableType
 
 
 def describe_tables(manifest: Manifest) -> Grid:
-    """Features, routing, rows and occupancy of each table: ids in the map, how full that is, slots still open."""
-    grid = Grid("table", "features", "remap", "routing")
-    for column in ("rows", "ids", "full", "open"):
+    """Features, routing, rows and occupancy of each table: ids in the map, how full that is, slots still open.
+
+    ``buckets`` are those of training; ``dtype`` comes with the bound on the error of a number.
+    """
+    grid = Grid("table", "features", "remap", "routing", "dtype")
+    for column in ("buckets", "rows", "ids", "full", "open"):
         grid.add_column(column, justify="right")
     for table in manifest.tables:
         zch = table.zch
@@ -33,6 +32,8 @@ def describe_tables(manifest: Manifest) -> Grid:
             ", ".join(table.embedding_names),
             table.remap.value if zch is None else f"{table.remap.value} {zch.policy.removesuffix('_EvictionPolicy')}",
             table.routing.value,
+            _dtype(manifest, table),
+            "" if table.training is None else f"{table.training.buckets:,}",
             f"{table.rows:,}",
             "" if zch is None else f"{zch.occupied:,}",
             "" if zch is None else f"{zch.occupied / zch.size:.1%}",
@@ -42,31 +43,17 @@ def describe_tables(manifest: Manifest) -> Grid:
 
 
 def describe_shards(manifest: Manifest) -> Grid:
-    """Rows of each table on each shard, and the bytes of its state."""
+    """What of each table lies on each shard (its rows, and which columns if not all), where, and how many bytes."""
     grid = Grid("shard", "Triton model")
     for table in manifest.tables:
-        grid.add_column(table.name, justify="right")
+        header = Text(f"{table.name}\n{table.routing.value}, {table.row_dtype.value}")
+        grid.add_column(header, justify="right")
+    grid.add_column("device")
     grid.add_column("state", justify="right")
     for shard in manifest.shards:
-        rows = {entry.table: f"{entry.rows:,}" for entry in shard.tables}
-        cells = [rows.get(table.name, "-") for table in manifest.tables]
-        grid.add_row(str(shard.index), shard.model, *cells, human_bytes(shard.state_bytes))
+        cells = [Text(_held(table, shard)) for table in manifest.tables]
+        grid.add_row(str(shard.index), shard.model, *cells, shard.device, human_bytes(shard.state_bytes))
     return grid
-
-
-def skew_warnings(manifest: Manifest) -> Iterator[str]:
-    """One line for each table whose ids or rows lie on few of its shards."""
-    for table in manifest.tables:
-        held = _held(manifest, table)
-        if table.routing is Routing.TABLE or len(held) < 2 or not sum(held):
-            continue
-        mean, most = sum(held) / len(held), max(held)
-        if most > _SKEW * mean and most - mean > _DEVIATIONS * math.sqrt(mean):
-            shard = held.index(most)
-            yield (
-                f"table {table.name}: shard {shard} holds {most:,} of {sum(held):,} "
-                f"{'rows' if table.zch is None else 'ids'}, {most / mean:.1f} times its share; it will be the slowest"
-            )
 
 
 def human_bytes(size: float) -> str:
@@ -78,13 +65,19 @@ def human_bytes(size: float) -> str:
     return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
 
 
-def _held(manifest: Manifest, table: Table) -> list[int]:
-    return [
-        entry.rows if table.zch is None else entry.zch_rows
-        for shard in manifest.shards
-        for entry in shard.tables
-        if entry.table == table.name
-    ]
+def _held(table: Table, shard: Shard) -> str:
+    rows = next((f"{entry.rows:,}" for entry in shard.tables if entry.table == table.name), "-")
+    if rows == "-" or table.routing is not Routing.COLUMNS:
+        return rows
+    columns = ", ".join(f"{piece.col_start}:{piece.col_stop or table.dim}" for piece in table.pieces_on(shard.index))
+    return f"{rows} [{columns}]"
+
+
+def _dtype(manifest: Manifest, table: Table) -> str:
+    if table.row_dtype is RowDtype.FP32:
+        return table.row_dtype.value
+    errors = [entry.max_error for shard in manifest.shards for entry in shard.tables if entry.table == table.name]
+    return f"{table.row_dtype.value} ±{max(errors):.2g}"
 
 
 def _title(manifest: Manifest, published: list[int]) -> str:
@@ -93,5 +86,6 @@ def _title(manifest: Manifest, published: list[int]) -> str:
     others = ", ".join(str(version) for version in published)
     return (
         f"[bold]{manifest.collection}[/bold] version {manifest.version} (published: {others}), {created}, "
-        f"dim {manifest.dim}, {manifest.num_shards} shard{'s' if manifest.num_shards > 1 else ''}, {size}"
+        f"dim {manifest.dim}, {manifest.num_shards} shard{'s' if manifest.num_shards > 1 else ''}, {size}, "
+        f"runtime {manifest.runtime.value}{', need_indices' if manifest.need_indices else ''}"
     )
