@@ -70,6 +70,8 @@ class ServedVersion:
     tables_S: tuple[tuple[int, ...], ...]
     """Per shard: the tables that it holds, as indices into ``tables``, in the order of its ``table_lengths``."""
     created_s: float
+    need_indices: bool = False
+    """The manifest's."""
 
     @property
     def num_shards(self) -> int:
@@ -107,6 +109,7 @@ def compile_version(manifest: Manifest, hashes: Mapping[str, InputHash]) -> Serv
         models_S=tuple(shard.model for shard in manifest.shards),
         tables_S=tuple(tuple(index[entry.table] for entry in shard.tables) for shard in manifest.shards),
         created_s=manifest.created_s,
+        need_indices=manifest.need_indices,
     )
 
 

@@ -13,12 +13,13 @@ from typing import TypeVar
 
 import structlog
 
-from service.batch import PreparedBatch, assemble_reply, place_reply, prepare_batch
+from service.batch import PreparedBatch, place_reply, prepare_batch
 from service.batcher import Entry
 from service.catalog import ServedVersion
 from service.errors import DeadlineExceeded, ErrorCode, Internal, LookupFailed, Overloaded, Unavailable
 from service.health import ShardHealth
 from service.metrics import Metrics
+from service.reply import assemble_reply
 from service.shards import ShardClient, ShardFailed, ShardReply
 from service.types import LookupReply, OnShardFailure
 from service.validate import ValidRequest

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from export.contract import Routing, as_unsigned, even_row_ranges, hash_shard, mix64
-from service.batch import assemble_reply, place_reply, prepare_batch
+from service.batch import place_reply, prepare_batch
 from service.dedup import dedup_ids
+from service.reply import assemble_reply
 from service.types import LookupRequest, Output
 from service.validate import Limits, validate
 from tests.manifests import RuleShard, hit_of, make_table, make_version, row_id_of, row_of
