@@ -3,7 +3,6 @@
 MPZCH is the exception: its CPU kernel is read-only, so ``fill_identities`` puts ids into its table as training does.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -180,19 +179,17 @@ def hash_zch_module(
 ) -> HashZchManagedCollisionModule:
     """An MPZCH module that holds no id; ``fallback`` is one of FALLBACKS, ``eviction`` a HashZchEvictionPolicyName."""
     policy = None if eviction is None else HashZchEvictionPolicyName(eviction)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="To copy construct from a tensor", category=UserWarning)
-        return HashZchManagedCollisionModule(
-            zch_size=rows,
-            device=torch.device("cpu"),
-            total_num_buckets=buckets,
-            max_probe=max_probe,
-            input_hash_size=input_hash_size,
-            name=name,
-            eviction_policy_name=policy,
-            eviction_config=policy and HashZchEvictionConfig(features=[name], single_ttl=24),
-            **FALLBACKS[fallback],
-        )
+    return HashZchManagedCollisionModule(
+        zch_size=rows,
+        device=torch.device("cpu"),
+        total_num_buckets=buckets,
+        max_probe=max_probe,
+        input_hash_size=input_hash_size,
+        name=name,
+        eviction_policy_name=policy,
+        eviction_config=policy and HashZchEvictionConfig(features=[name], single_ttl=24),
+        **FALLBACKS[fallback],
+    )
 
 
 def fill_identities(module: HashZchManagedCollisionModule, ids: Iterable[int]) -> dict[int, int]:
