@@ -4,7 +4,8 @@ A collection holds tables of every kind at once, so that few servers answer for 
 is not decided here: see ``plans``.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
@@ -85,14 +86,12 @@ class TableCase:
         return rows_RD.half() if self.half else rows_RD
 
     def pool(self, known: list[int]) -> list[int]:
-        """Ids of every kind, ``known`` and whatever else a client may send for this table."""
-        if not self.managed:
-            return list(range(self.rows))
+        """Ids of every kind for a managed table: ``known`` and whatever else a client may send."""
         block = -(-self.input_hash_size // max(self.buckets, 4))
         edges = [edge * block + step for edge in range(1, 5) for step in (-1, 0, 1)]
         edges = [edge for edge in edges if edge <= INT64_MAX]
         other = [-1, INT64_MAX, -(2**63), -(2**63) + 1, -2, -5, -6, 0, 1, 3, 2**62, 2**32, 2**31 - 1, 1008, 1009, 1010]
-        return [*known, *known, *edges, *other]
+        return [*known, *edges, *other]
 
 
 MCH_DIMENSIONS = {
@@ -162,7 +161,7 @@ def build_managed(
     )
 
 
-def write_rows(embeddings: EmbeddingCollection, tables: list[TableCase], dim: int) -> None:
+def write_rows(embeddings: EmbeddingCollection, tables: Sequence[TableCase], dim: int) -> None:
     with torch.no_grad():
         for table in tables:
             embeddings.embeddings[table.name].weight.copy_(table.weight(dim))

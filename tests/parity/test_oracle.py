@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
+from torchrec.modules.mc_modules import ManagedCollisionCollection
 
-from tests.parity.ranks import WORLDS, request_of
-from tests.parity.trained import train_alone, train_on_ranks
+from tests.parity.ranks import WORLDS, answerable, known_ids, request_of
+from tests.parity.tables import plain_tables, write_rows
+from tests.parity.trained import plain, train_alone, train_on_ranks
 
 
 @pytest.fixture(scope="module")
@@ -38,17 +42,34 @@ def test_the_ranks_maps_are_full_and_have_evicted(world, sharded):
         assert len(set(pool)) > table.rows // 2
 
 
-def test_the_unsharded_collections_forward_gives_the_oracles_rows():
-    """The module dict's order differs from the configs', so the collection is asked table by table."""
+def test_the_plain_collections_own_forward_gives_the_oracles_rows():
+    trained = plain(plain_tables(1), 6)
+    features = list(dict.fromkeys(feature for table in trained.tables for feature in table.features))
+    ids = {feature: [9, 0, 3, 3, at % 10] for at, feature in enumerate(features)}
+    answer = trained.module(request_of(ids))
+    named = zip(trained.tables, trained.module.embedding_names_by_table(), strict=True)
+    for table, names in named:
+        for feature, name in zip(table.features, names, strict=True):
+            found = trained.oracle(table, zero=False).look_up(torch.tensor(ids[feature]))
+            assert torch.equal(found.embeddings_ND, answer[name].values())
+
+
+def test_the_managed_collections_own_forward_gives_the_oracles_rows():
+    """Where it is well defined: modules in the order of the configs, no sentinels, nothing that MPZCH drops."""
     trained = train_alone()
-    module = trained.module.eval()
-    for table in trained.tables:
-        if table.fallback:
-            continue
-        ids = [id_ for id_ in trained.pool(table) if id_ not in (-1, 2**63 - 1)]
-        collision = module._managed_collision_collection._managed_collision_modules[table.name]
-        rows = collision(request_of({"ids": ids}).to_dict())["ids"].values()
-        expected = module._embedding_module.embeddings[table.name](rows).float()
-        found = trained.oracle(table, zero=False).look_up(torch.tensor(ids))
-        assert torch.equal(found.row_ids_N, rows)
-        assert torch.equal(found.embeddings_ND, expected)
+    tables = [table for table in trained.tables if table.fallback in {None, "slot", "reserved"}]
+    modules = {table.name: trained.pieces[table.name][0] for table in tables}
+    for module in modules.values():
+        module.reset_inference_mode()
+    configs = [table.config(trained.dim) for table in tables]
+    collection = ManagedCollisionEmbeddingCollection(
+        EmbeddingCollection(tables=configs), ManagedCollisionCollection(modules, configs), return_remapped_features=True
+    ).eval()
+    write_rows(collection._embedding_module, tables, trained.dim)
+    ids = {feature: answerable(table, known_ids(modules[table.name])) for table in tables for feature in table.features}
+    embeddings, remapped = collection(request_of(ids))
+    for table in tables:
+        for feature in table.features:
+            found = trained.oracle(table, zero=False).look_up(torch.tensor(ids[feature]))
+            assert torch.equal(found.row_ids_N, remapped[feature].values()[: len(ids[feature])]), table
+            assert torch.equal(found.embeddings_ND, embeddings[feature].values()[: len(ids[feature])]), table

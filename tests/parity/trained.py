@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_modules import ManagedCollisionModule
 
@@ -38,7 +39,11 @@ class Trained:
         return TableOracle(weight_RD=table.weight(self.dim), pieces=self.pieces.get(table.name, ()), zero=zero)
 
     def pool(self, table: TableCase) -> list[int]:
-        return table.pool([id_ for piece in self.pieces.get(table.name, ()) for id_ in known_ids(piece)])
+        """Ids of every kind: in the map, seen in training and evicted or never let in, and all that a client may send."""
+        if not table.managed:
+            return list(range(table.rows))
+        seen = [*zch_ids(table)] if table.fallback else training_ids(table, 2, 0).tolist()
+        return [*seen, *table.pool([id_ for piece in self.pieces[table.name] for id_ in known_ids(piece)])]
 
 
 def train_on_ranks(folder: Path) -> dict[int, Trained]:
@@ -104,3 +109,10 @@ def train_alone() -> Trained:
         pieces={table.name: [modules[table.name]] for table in tables},
         need_indices=True,
     )
+
+
+def plain(tables: Sequence[TableCase], dim: int, *, need_indices: bool = False) -> Trained:
+    """A plain collection."""
+    module = EmbeddingCollection(tables=[table.config(dim) for table in tables], need_indices=need_indices)
+    write_rows(module, tables, dim)
+    return Trained(module=module, tables=tuple(tables), dim=dim, pieces={}, need_indices=need_indices)
