@@ -35,8 +35,8 @@ class Run:
         """Send every request of a collection and compare each answer; how many there were."""
         for at, request in enumerate(self.requests[name]):
             answer = self.clients.infer(name, request)
-            compare(self.collections[name], request, answer)
             self.answered[name, at] = digest(answer)
+            compare(self.collections[name], request, answer)
         return len(self.requests[name])
 
     def stream(self, seed: int, threads: int) -> list[str]:
