@@ -21,12 +21,13 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from benchmarks.report import Comparison
 from benchmarks.rounds import Spent, alternate, await_quiet
 from benchmarks.shapes import FEATURE, SEED, TABLE, build_full_map, map_of, weight_of
-from export.contract import Unknown
+from export.contract import RowDtype, Unknown
 from export.placement import place_tables
 from export.plans import Plan
 from export.progress import Progress, silent
+from export.shard_state import build_state
 from export.source import read_collection
-from export.state import PlacedTable, build_mch_state, map_state, write_state
+from export.state import PlacedTable, map_state, write_state
 from export.trace import load_exported, trace_shard
 
 IDS_PER_CALL = 65_536
@@ -67,19 +68,18 @@ def build_workbench(num_ids: int, folder: Path) -> Workbench:
     routing, placements = place_tables(source, Plan(shards=1))[table.name]
     placed = PlacedTable(source=table, routing=routing, placements=placements, unknown=Unknown.TRAINING)
     path = folder / f"remap_{num_ids}.safetensors"
-    write_state(path, build_mch_state(0, 1, [placed], DIM), silent)
-    program = trace_shard(managed=True, dim=DIM)
+    state = build_state(0, 1, [placed], dim=DIM, row_dtype=RowDtype.FP32)
+    write_state(path, state, silent)
+    program = trace_shard(state.kind)
     return _set_up(module, load_exported(program.exported), map_state(path, program.state_names))
 
 
-def _set_up(
-    module: ManagedCollisionEmbeddingCollection, program: nn.Module, state: tuple[torch.Tensor, ...]
-) -> Workbench:
+def _set_up(module: ManagedCollisionEmbeddingCollection, program: nn.Module, state: list[torch.Tensor]) -> Workbench:
     collision = module._managed_collision_collection._managed_collision_modules[TABLE]
     ids_K, mapping = collision._mch_sorted_raw_ids, collision._mch_remapped_ids_mapping
     default_row = collision.output_size() - 1
     weight = weight_of(module)
-    hash_table, hash_table_offsets, row_ids, _, unknown_rows = state
+    hash_table, hash_table_offsets, row_ids, unknown_rows, _ = state
 
     def mch_remap(ids_N: torch.Tensor) -> Rows:
         features = {FEATURE: JaggedTensor(values=ids_N, lengths=torch.tensor([ids_N.numel()]))}
@@ -95,7 +95,7 @@ def _set_up(
         return torch.index_select(row_ids, 0, torch.where(found_N >= 0, found_N, unknown_rows[0])), None
 
     def shard_program(ids_N: torch.Tensor) -> Rows:
-        embeddings_ND, rows_N, _ = program(ids_N, torch.tensor([ids_N.numel()]), *state)
+        embeddings_ND, rows_N, _ = program(ids_N, torch.tensor([ids_N.numel()]), state)
         return rows_N, embeddings_ND
 
     return Workbench(

@@ -18,6 +18,7 @@ from export.contract import (
     OutOfRange,
     Remap,
     RowDtype,
+    Runtime,
     Shard,
     StateFile,
     Table,
@@ -27,12 +28,14 @@ from export.contract import (
     shard_model_name,
 )
 from export.contract.layout import BYTECODE_GUARD, PROGRAM_FILE, RUNTIME_FILE, STATE_FILE, TORCHSCRIPT_FILE
+from export.embedded import write_embedded
 from export.input_hash import InputHashFiles
 from export.progress import Progress
 from export.publish import write_file
+from export.shard_state import build_state
 from export.source import CollectionSource
-from export.state import PlacedTable, ShardState, build_mch_state, build_plain_state, write_state
-from export.trace import ShardProgram, trace_shard
+from export.state import PlacedTable, ShardState, write_state
+from export.trace import trace_shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +50,10 @@ class VersionOrder:
     """In config order."""
     input_hashes: InputHashFiles
     out_of_range: OutOfRange
+    row_dtype: RowDtype = RowDtype.FP32
+    runtime: Runtime = Runtime.PYTHON
+    devices: tuple[str, ...] = ()
+    """Of each shard; none: the CPU for all."""
 
 
 def write_version(directory: Path, order: VersionOrder, on_progress: Progress) -> Iterator[StateFile | Shard]:
@@ -57,21 +64,19 @@ def write_version(directory: Path, order: VersionOrder, on_progress: Progress) -
     """
     for name, content in order.input_hashes.contents.items():
         yield write_file(directory / name, content)
-    on_progress("tracing the lookup", 0, 1)
-    program = trace_shard(managed=order.source.managed, dim=order.source.dim)
-    on_progress("tracing the lookup", 1, 1)
     for index in range(order.num_shards):
         place = shard_dir(directory, index)
         place.mkdir()
-        state = _build_state(order, index)
-        for file in _write_shard(place, program, state, on_progress):
+        state = build_state(index, order.num_shards, order.tables, dim=order.source.dim, row_dtype=order.row_dtype)
+        for file in _write_shard(place, state, order.runtime, on_progress):
             yield file.model_copy(update={"path": f"{place.name}/{file.path}"})
         yield Shard(
             index=index,
             model=shard_model_name(order.collection, index),
             tables=state.tables,
-            width=order.source.dim,
-            state=program.state_names,
+            width=state.kind.width,
+            device=order.devices[index] if order.devices else "cpu",
+            state=trace_shard(state.kind).state_names,
             state_bytes=state.nbytes,
         )
 
@@ -82,6 +87,7 @@ def describe_version(order: VersionOrder, files: tuple[StateFile, ...], shards: 
         collection=order.collection,
         version=order.version,
         created_s=time.time(),
+        runtime=order.runtime,
         need_indices=order.source.need_indices,
         num_shards=order.num_shards,
         dim=order.source.dim,
@@ -97,18 +103,18 @@ def describe_version(order: VersionOrder, files: tuple[StateFile, ...], shards: 
     )
 
 
-def _build_state(order: VersionOrder, index: int) -> ShardState:
-    if order.source.managed:
-        return build_mch_state(index, order.num_shards, order.tables, order.source.dim)
-    return build_plain_state(index, order.tables, order.source.dim)
-
-
-def _write_shard(place: Path, program: ShardProgram, state: ShardState, on_progress: Progress) -> Iterator[StateFile]:
+def _write_shard(place: Path, state: ShardState, runtime: Runtime, on_progress: Progress) -> Iterator[StateFile]:
+    if runtime is Runtime.PYTORCH:
+        yield write_embedded(place / TORCHSCRIPT_FILE, state, on_progress)
+        return
+    on_progress("tracing the lookup", 0, 1)
+    program = trace_shard(state.kind)
+    on_progress("tracing the lookup", 1, 1)
     yield write_file(place / PROGRAM_FILE, program.exported)
     yield write_file(place / TORCHSCRIPT_FILE, program.torchscript)
     yield write_state(place / STATE_FILE, state, on_progress)
-    runtime = importlib.resources.files("model_repo") / RUNTIME_FILE
-    yield write_file(place / RUNTIME_FILE, runtime.read_bytes())
+    model = importlib.resources.files("model_repo") / RUNTIME_FILE
+    yield write_file(place / RUNTIME_FILE, model.read_bytes())
     yield write_file(place / BYTECODE_GUARD, b"")
 
 
@@ -126,7 +132,7 @@ def _describe_table(order: VersionOrder, table: PlacedTable) -> Table:
         name=source.name,
         rows=source.rows,
         dim=source.dim,
-        row_dtype=RowDtype.FP32,
+        row_dtype=order.row_dtype,
         features=source.features,
         embedding_names=source.embedding_names,
         remap=Remap.NONE if source.map is None else source.map.remap,

@@ -38,7 +38,7 @@ class LoadedVersion:
     manifest: Manifest
     programs: tuple[Mapping[str, nn.Module], ...]
     """For each shard its programs, by file name."""
-    states: tuple[tuple[torch.Tensor, ...], ...]
+    states: tuple[list[torch.Tensor], ...]
     input_hashes: Mapping[str, nn.Module]
     """By file name."""
 
@@ -187,7 +187,7 @@ def _ask(version: LoadedVersion, shard: Shard, pieces: list[torch.Tensor], file:
     try:
         with torch.no_grad():
             embeddings, row_ids, hits = program(
-                ids_M, torch.tensor(lengths, dtype=torch.int64), *version.states[shard.index]
+                ids_M, torch.tensor(lengths, dtype=torch.int64), version.states[shard.index]
             )
     except Exception as exc:  # a broken program may raise anything
         raise ExportError(f"shard {shard.index}: {file} fails on {lengths} ids: {exc}") from exc

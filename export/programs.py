@@ -1,99 +1,135 @@
-"""Owns the arithmetic that a shard runs, as traced modules; state comes in as inputs, nothing is baked in.
+"""Owns the arithmetic that a shard runs, as traced modules; state comes in as an input, nothing is baked in.
 
-Must not read TorchRec modules or files. Every size is dynamic, so one program serves any shard of its kind and
-dimension: N = 0, a shard without tables and a table without rows are ordinary.
+A program is a remap (``export.remaps``) and a gather of rows in their stored format. Must not read TorchRec modules or
+files.
 
-Shape suffixes: N ids of a request, T tables of the shard, S slots of the hash table, R rows of the shard,
-D embedding dimension.
+Shape suffixes: N ids of a request, T tables of the shard, R rows of the shard, W numbers in a row of the reply.
 """
 
-from typing import Final
+from dataclasses import dataclass
+from enum import StrEnum
 
-import fbgemm_gpu  # noqa: F401  registers torch.ops.fbgemm
 import torch
 from torch import nn
 
-from export.contract import NO_ROW
+from export.contract import RowDtype
+from export.remaps import BucketedMchRemap, MchRemap, MixedRemap, MpzchRemap, PlainRemap, WideRemap
 from export.source import HashFunction
 
 
-class MchShard(nn.Module):
-    """Remap ids through a hash table, then gather rows.
+class Fp32Rows(nn.Module):
+    """Rows as they are."""
 
-    The lookup is FBGEMM's ``pruned_hashmap_lookup`` on raw 64-bit ids. One always empty table follows the shard's own,
-    because that kernel divides by the number of tables.
-    """
+    state_names = ("rows",)
 
-    state_names = ("hash_table", "hash_table_offsets", "row_ids", "rows", "unknown_rows")
+    def forward(self, local_N: torch.Tensor, state: list[torch.Tensor]) -> torch.Tensor:
+        """FP32 [N, W]."""
+        return torch.index_select(state[0], 0, local_N)
 
-    def forward(  # noqa: PLR0917  a traced program's inputs are positional
-        self,
-        ids_N: torch.Tensor,
-        table_lengths_T: torch.Tensor,
-        hash_table_S2: torch.Tensor,
-        hash_table_offsets: torch.Tensor,
-        row_ids_R: torch.Tensor,
-        rows_RD: torch.Tensor,
-        unknown_rows_T: torch.Tensor,
+
+class Fp16Rows(nn.Module):
+    """Half precision rows, answered in single precision."""
+
+    state_names = ("rows",)
+
+    def forward(self, local_N: torch.Tensor, state: list[torch.Tensor]) -> torch.Tensor:
+        """FP32 [N, W]."""
+        return torch.index_select(state[0], 0, local_N).float()
+
+
+class Int8Rows(nn.Module):
+    """UINT8 rows with a scale and a bias each."""
+
+    state_names = ("row_scales", "rows")
+
+    def forward(self, local_N: torch.Tensor, state: list[torch.Tensor]) -> torch.Tensor:
+        """FP32 [N, W]: byte · scale + bias."""
+        scales_N2 = torch.index_select(state[0], 0, local_N)
+        return torch.index_select(state[1], 0, local_N).float() * scales_N2[:, :1] + scales_N2[:, 1:]
+
+
+class RemapKind(StrEnum):
+    """Which remap a shard's tables need."""
+
+    PLAIN = "plain"
+    WIDE = "wide"
+    MCH = "mch"
+    BUCKETED_MCH = "bucketed_mch"
+    MPZCH = "mpzch"
+    MIXED = "mixed"
+    BUCKETED_MIXED = "bucketed_mixed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramKind:
+    """All that distinguishes one shard's program from another's."""
+
+    remap: RemapKind
+    row_dtype: RowDtype
+    width: int
+    """Numbers in a row of the reply; every other size is dynamic."""
+    max_probe: int = 1
+    opt_in: bool = False
+
+
+class ShardModule(nn.Module):
+    """ids → rows: what ``shard.pt2`` and ``model.pt`` are made of."""
+
+    def __init__(self, kind: ProgramKind) -> None:
+        super().__init__()
+        self.remap = _make_remap(kind)
+        self.rows = {RowDtype.FP32: Fp32Rows, RowDtype.FP16: Fp16Rows, RowDtype.INT8: Int8Rows}[kind.row_dtype]()
+        self.num_remap: int = len(self.remap.state_names)  # type: ignore[arg-type]
+        self.state_names = (*self.remap.state_names, *self.rows.state_names)  # type: ignore[misc]
+
+    def forward(
+        self, ids_N: torch.Tensor, table_lengths_T: torch.Tensor, state: list[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Look up ids.
 
         Args:
             ids_N: INT64, grouped by table, after the input hash.
             table_lengths_T: INT64: ids of each table; adds up to N.
-            hash_table_S2: INT64: (id, local row) of each slot, (−1, −1) where empty.
-            hash_table_offsets: INT64 [T + 2]: slots of each table, the empty one included.
-            row_ids_R: INT64: the trainer's row number of each local row, −1 for a row of zeros.
-            rows_RD: FP32.
-            unknown_rows_T: INT64: local row of each table for an id that the map does not hold.
+            state: The shard's tensors, in the order of ``state_names``.
 
         Returns:
-            embeddings FP32 [N, D], row ids INT64 [N], hits BOOL [N].
+            embeddings FP32 [N', W], row ids INT64 [N], hits BOOL [N]. N' is N where all tables are W wide.
         """
-        total = table_lengths_T.sum().reshape(1)
-        offsets = torch.cat([table_lengths_T.new_zeros(1), table_lengths_T.cumsum(0), total])
-        found_N = torch.ops.fbgemm.pruned_hashmap_lookup(ids_N, offsets, hash_table_S2, hash_table_offsets)
-        hits_N = found_N >= 0
-        default_N = torch.repeat_interleave(unknown_rows_T, table_lengths_T, output_size=ids_N.shape[0])
-        local_N = torch.where(hits_N, found_N, default_N)
-        return torch.index_select(rows_RD, 0, local_N), torch.index_select(row_ids_R, 0, local_N), hits_N
+        local, row_ids_N, hits_N = self.remap(ids_N, table_lengths_T, state[: self.num_remap])
+        return self.rows(local, state[self.num_remap :]), row_ids_N, hits_N
 
 
-class PlainShard(nn.Module):
-    """Check ids against each table's row range, then gather rows; the last local row is a row of zeros."""
+class EmbeddedShard(nn.Module):
+    """A shard that holds its own state, for servers that pass requests only (Triton's ``pytorch_libtorch``)."""
 
-    no_row: Final[int] = NO_ROW
-    state_names = ("row_starts", "row_stops", "row_offsets", "rows")
+    def __init__(self, module: nn.Module, state: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.module = module
+        self.state: list[torch.Tensor] = state
 
-    def forward(  # noqa: PLR0917  a traced program's inputs are positional
+    def forward(
         self,
-        ids_N: torch.Tensor,
-        table_lengths_T: torch.Tensor,
-        row_starts_T: torch.Tensor,
-        row_stops_T: torch.Tensor,
-        row_offsets_T: torch.Tensor,
-        rows_RD: torch.Tensor,
+        ids: torch.Tensor,
+        table_lengths: torch.Tensor,
+        version: torch.Tensor,  # noqa: ARG002  an input of the Triton model
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Look up ids.
+        """See ``ShardModule.forward``; ``version`` is part of the model's inputs and changes nothing."""
+        answer: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self.module(ids, table_lengths, self.state)
+        return answer
 
-        Args:
-            ids_N: INT64 row numbers of the whole table, grouped by table.
-            table_lengths_T: INT64: ids of each table; adds up to N.
-            row_starts_T: INT64: first row of each table here.
-            row_stops_T: INT64: one past its last row here.
-            row_offsets_T: INT64: add to a row number to get the local row.
-            rows_RD: FP32, R ≥ 1.
 
-        Returns:
-            embeddings FP32 [N, D], row ids INT64 [N], hits BOOL [N]; zeros, −1 and False for an id out of range.
-        """
-        num_ids = ids_N.shape[0]
-        starts_N = torch.repeat_interleave(row_starts_T, table_lengths_T, output_size=num_ids)
-        stops_N = torch.repeat_interleave(row_stops_T, table_lengths_T, output_size=num_ids)
-        offsets_N = torch.repeat_interleave(row_offsets_T, table_lengths_T, output_size=num_ids)
-        hits_N = (ids_N >= starts_N) & (ids_N < stops_N)
-        local_N = torch.where(hits_N, ids_N + offsets_N, rows_RD.shape[0] - 1)
-        return torch.index_select(rows_RD, 0, local_N), torch.where(hits_N, ids_N, self.no_row), hits_N
+def _make_remap(kind: ProgramKind) -> nn.Module:
+    probing = MpzchRemap(kind.max_probe, kind.opt_in)
+    remaps: dict[RemapKind, nn.Module] = {
+        RemapKind.PLAIN: PlainRemap(),
+        RemapKind.WIDE: WideRemap(),
+        RemapKind.MCH: MchRemap(),
+        RemapKind.BUCKETED_MCH: BucketedMchRemap(),
+        RemapKind.MPZCH: probing,
+        RemapKind.MIXED: MixedRemap(MchRemap(), probing),
+        RemapKind.BUCKETED_MIXED: MixedRemap(BucketedMchRemap(), probing),
+    }
+    return remaps[kind.remap]
 
 
 class InputHashProgram(nn.Module):

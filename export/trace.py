@@ -6,7 +6,7 @@ A traced program is the same for every shard of its kind and dimension, so it is
 import functools
 import io
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,7 +14,9 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
-from export.programs import InputHashProgram, MchShard, PlainShard
+from export.contract import RowDtype
+from export.programs import EmbeddedShard, InputHashProgram, ProgramKind, ShardModule
+from export.remaps import BUCKET_STATE
 from export.source import InputHash
 
 
@@ -31,21 +33,21 @@ class ShardProgram:
 
 
 @functools.cache
-def trace_shard(*, managed: bool, dim: int) -> ShardProgram:
-    """Trace the shard program for rows of ``dim`` numbers.
-
-    Args:
-        managed: True for managed-collision tables, False for plain ones.
-        dim: Embedding dimension, fixed in the program; every other size is dynamic.
-    """
-    program = MchShard() if managed else PlainShard()
-    examples = _mch_examples(dim) if managed else _plain_examples(dim)
+def trace_shard(kind: ProgramKind) -> ShardProgram:
+    """Trace a shard program; only its kind is fixed in it, every size but the width is dynamic."""
+    module = ShardModule(kind).eval()
+    examples = _examples(kind, module.state_names)
     with _quiet():
         return ShardProgram(
-            exported=_export(program, examples),
-            torchscript=_script(program),
-            state_names=program.state_names,
+            exported=_export(module, examples), torchscript=_script(module), state_names=module.state_names
         )
+
+
+def script_embedded(kind: ProgramKind, state: list[torch.Tensor]) -> torch.jit.ScriptModule:
+    """The program of a shard with its state inside, in TorchScript: what ``pytorch_libtorch`` loads."""
+    with _quiet():
+        scripted: torch.jit.ScriptModule = torch.jit.script(EmbeddedShard(ShardModule(kind).eval(), state))
+    return scripted
 
 
 def trace_input_hash(input_hash: InputHash) -> ExportedProgram:
@@ -78,10 +80,11 @@ def load_torchscript(content: bytes) -> nn.Module:
     return program
 
 
-def _export(program: nn.Module, examples: tuple[torch.Tensor, ...]) -> bytes:
+def _export(program: nn.Module, examples: tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]) -> bytes:
     _meta_kernel()
-    dynamic = tuple({0: Dim.AUTO} for _ in examples)
-    return save_exported(torch.export.export(program, examples, dynamic_shapes=dynamic, strict=False))
+    dynamic = ({0: Dim.AUTO}, {0: Dim.AUTO}, [{0: Dim.AUTO} for _ in examples[2]])
+    with torch.no_grad():
+        return save_exported(torch.export.export(program, examples, dynamic_shapes=dynamic, strict=False))
 
 
 def _script(program: nn.Module) -> bytes:
@@ -90,25 +93,42 @@ def _script(program: nn.Module) -> bytes:
     return buffer.getvalue()
 
 
-def _mch_examples(dim: int) -> tuple[torch.Tensor, ...]:
-    """Sizes that differ from each other and from 0 and 1, so that the tracer ties none of them together."""
-    table = torch.full((29, 2), -1)
-    table_offsets = torch.tensor([0, 9, 17, 25, 29])
-    rows = torch.zeros(11, dim)
-    return (
-        torch.arange(5),
-        torch.tensor([2, 0, 3]),
-        table,
-        table_offsets,
-        torch.arange(11),
-        rows,
-        torch.tensor([8, 9, 10]),
-    )
+_ROWS: Mapping[RowDtype, torch.dtype] = {
+    RowDtype.FP32: torch.float32,
+    RowDtype.FP16: torch.float16,
+    RowDtype.INT8: torch.uint8,
+}
+_BUCKETS = (4, 7, -(1 << 63), 2, 0, 0)
 
 
-def _plain_examples(dim: int) -> tuple[torch.Tensor, ...]:
-    starts, stops, offsets = torch.tensor([0, 2, 4]), torch.tensor([3, 6, 7]), torch.tensor([0, 1, 3])
-    return torch.arange(5), torch.tensor([2, 0, 3]), starts, stops, offsets, torch.zeros(11, dim)
+def _examples(kind: ProgramKind, state_names: tuple[str, ...]) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Three tables; sizes that differ from each other and from 0 and 1, so that the tracer ties none of them together."""
+    rows, buckets = 11, 6
+    default_rows = torch.arange(2, 2 + buckets) if "bucketed" in kind.remap else torch.tensor([8, 9, 10])
+    tensors = {
+        "row_starts": torch.tensor([0, 2, 4]),
+        "row_stops": torch.tensor([3, 6, 7]),
+        "row_offsets": torch.tensor([1, 2, 3]),
+        "row_units": torch.tensor([1, 2, 1]),
+        "hash_table": torch.full((29, 2), -1),
+        "hash_table_offsets": torch.tensor([0, 9, 17, 25, 29]),
+        "row_ids": torch.arange(rows),
+        "unknown_rows": default_rows,
+        "identities": torch.arange(rows)[:, None].clone(),
+        "slot_counts": torch.ones(buckets, dtype=torch.int64),
+        "slot_offsets": torch.arange(buckets),
+        "miss_counts": torch.ones(buckets, dtype=torch.int64),
+        "miss_offsets": torch.arange(buckets),
+        "miss_rows": torch.tensor([-1, -1, 3]),
+        "mpzch_tables": torch.tensor([0, 1, 0]),
+        "row_scales": torch.ones(rows, 2),
+        "rows": torch.zeros(rows, kind.width, dtype=_ROWS[kind.row_dtype]),
+        **{name: torch.tensor([value] * 3) for name, value in zip(BUCKET_STATE, _BUCKETS, strict=True)},
+        "bucket_firsts": torch.tensor([0, 2, 4]),
+    }
+    own = [name if name in tensors else name.partition("_")[2] for name in state_names]  # mch_… and mpzch_… of a mix
+    # A copy each: the tracer takes two inputs of one tensor for one input.
+    return torch.arange(5), torch.tensor([2, 0, 3]), [tensors[name].clone() for name in own]
 
 
 @functools.cache

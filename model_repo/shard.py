@@ -21,7 +21,7 @@ WARM_UP_IDS = (0, 1, 64, 2048)
 """Ids of the lookups made before the first request."""
 
 Program = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-"""(ids INT64 [N], table_lengths INT64 [T], *state) → (embeddings FP32 [N, D], row_ids INT64 [N], hits BOOL [N])."""
+"""(ids INT64 [N], table_lengths INT64 [T], state: list of tensors) → (embeddings FP32 [N, D], row_ids INT64 [N], hits BOOL [N])."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class LoadedShard:
         self.shard = shard
         self.tables: tuple[Table, ...] = tuple(manifest.table(entry.table) for entry in shard.tables)
         self._program = program
-        self._state = state
+        self._state = list(state)
 
     def lookup(self, ids_N: torch.Tensor, table_lengths_T: torch.Tensor) -> Answer:
         """Look up ids that are grouped by table.
@@ -66,7 +66,7 @@ class LoadedShard:
         """
         self._check(ids_N, table_lengths_T)
         with torch.inference_mode():
-            embeddings_ND, row_ids_N, hits_N = self._program(ids_N, table_lengths_T, *self._state)
+            embeddings_ND, row_ids_N, hits_N = self._program(ids_N, table_lengths_T, self._state)
         return Answer(embeddings_ND=embeddings_ND, row_ids_N=row_ids_N, hits_N=hits_N)
 
     def warm_up(self) -> None:

@@ -54,7 +54,7 @@ def served(
         rows, row_ids, hits = _program((place / program).read_bytes())(
             torch.tensor(asked, dtype=torch.int64),
             torch.tensor([len(places) for places in chosen], dtype=torch.int64),
-            *[state[name] for name in shard.state],
+            [state[name] for name in shard.state],
         )
         assert rows.dtype == torch.float32
         assert rows.shape == (len(asked), manifest.dim)

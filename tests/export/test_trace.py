@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from export import export_collection
-from export.contract import shard_dir, version_dir
-from export.programs import MchShard, PlainShard
+from export.contract import RowDtype, shard_dir, version_dir
+from export.programs import ProgramKind, RemapKind, ShardModule
 from export.trace import load_exported, load_torchscript, trace_shard
 from tests.export.reader import expected
 from tests.modules import managed_collection, map_of, plain_collection
@@ -22,7 +22,7 @@ import torch, fbgemm_gpu
 from safetensors.torch import load_file
 place, names, lengths, ids = sys.argv[1], *map(json.loads, sys.argv[2:])
 state = load_file(place + "/state.safetensors")
-inputs = torch.tensor(ids), torch.tensor(lengths), *[state[name] for name in names]
+inputs = torch.tensor(ids), torch.tensor(lengths), [state[name] for name in names]
 answers = [load(place + file)(*inputs) for file, load in
            (("/shard.pt2", lambda path: torch.export.load(path).module()), ("/model.pt", torch.jit.load))]
 assert all(torch.equal(a, b) for a, b in zip(*answers))
@@ -55,19 +55,20 @@ def mch_state(num_tables, ids_each, dim):
         ids, torch.arange(ids.numel()), torch.cat([offsets, offsets[-1:]]), table, slots
     )
     rows = torch.arange((ids.numel() + 1) * dim, dtype=torch.float32).view(-1, dim)
-    return table, slots, torch.arange(ids.numel() + 1) * 3, rows, torch.full((num_tables,), ids.numel())
+    return [table, slots, torch.arange(ids.numel() + 1) * 3, torch.full((num_tables,), ids.numel()), rows]
 
 
 def plain_state(num_tables, ids_each, dim):
     starts = torch.arange(num_tables) * 10
     rows = torch.arange((num_tables * ids_each + 1) * dim, dtype=torch.float32).view(-1, dim)
-    return starts, starts + ids_each, torch.arange(num_tables) * ids_each - starts, rows
+    return [starts, starts + ids_each, torch.arange(num_tables) * ids_each - starts + 1, rows]
 
 
 @pytest.mark.parametrize("dim", [1, 3, 64])
-@pytest.mark.parametrize(("program", "state_of"), [(MchShard, mch_state), (PlainShard, plain_state)])
-def test_every_size_is_dynamic(program, state_of, dim):
-    traced = trace_shard(managed=program is MchShard, dim=dim)
+@pytest.mark.parametrize(("remap", "state_of"), [(RemapKind.MCH, mch_state), (RemapKind.PLAIN, plain_state)])
+def test_every_size_is_dynamic(remap, state_of, dim):
+    kind = ProgramKind(remap=remap, row_dtype=RowDtype.FP32, width=dim)
+    traced, program = trace_shard(kind), ShardModule(kind)
     exported, script = load_exported(traced.exported), load_torchscript(traced.torchscript)
     for num_tables, ids_each, num_ids in itertools.product((0, 1, 2, 9), (0, 1, 50), (0, 1, 2, 7, 1000)):
         if num_tables == 0 and num_ids:
@@ -78,9 +79,9 @@ def test_every_size_is_dynamic(program, state_of, dim):
         if num_tables:
             lengths[0] += num_ids // 3
             lengths[-1] += num_ids - num_ids // 3
-        want = program()(ids, lengths, *state)
+        want = program(ids, lengths, state)
         for artifact in (exported, script):
-            got = artifact(ids, lengths, *state)
+            got = artifact(ids, lengths, state)
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), (num_tables, ids_each, num_ids)
             assert [tuple(part.shape) for part in got] == [(num_ids, dim), (num_ids,), (num_ids,)]
 

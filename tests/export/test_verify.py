@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 import export.assembly
 from export import export_collection, verify_version
-from export.contract import NO_ROW, read_manifest, version_dir, versions
+from export.contract import NO_ROW, RowDtype, read_manifest, version_dir, versions
 from export.errors import ExportError
-from export.programs import MchShard, PlainShard
+from export.programs import ProgramKind, RemapKind, ShardModule
 from export.trace import ShardProgram, _export, _quiet, _script, save_exported, trace_input_hash, trace_shard
 from tests.modules import managed_collection, map_of, modulo_hash, plain_collection, train
 
@@ -99,7 +99,7 @@ def test_a_link_that_leads_elsewhere_is_caught(tmp_path, published):
 
 def change_one_bit_of_a_row(state):
     bits = state["rows"].view(torch.int32)
-    bits[bits.shape[0] // 2, 0] ^= 1
+    bits[1, 0] ^= 1
 
 
 def swap_two_rows_numbers(state):
@@ -166,42 +166,47 @@ def test_the_bar_moves_while_rows_are_checked(tmp_path):
     assert done[-1] == 60_000
 
 
-class OffByOneMch(MchShard):
-    def forward(self, ids, lengths, table, table_offsets, row_ids, rows, unknown_rows):  # noqa: PLR0917  a traced program takes its inputs by position
-        rows, numbers, hits = MchShard.forward(self, ids, lengths, table, table_offsets, row_ids, rows, unknown_rows)
+class OffByOneMch(ShardModule):
+    def forward(self, ids, lengths, state: list[torch.Tensor]):
+        rows, numbers, hits = super().forward(ids, lengths, state)
         return rows, torch.where(numbers == 3, 4, numbers), hits
 
 
-class WrongType(PlainShard):
-    def forward(self, ids, lengths, starts, stops, offsets, rows):  # noqa: PLR0917  a traced program takes its inputs by position
-        found, numbers, hits = PlainShard.forward(self, ids, lengths, starts, stops, offsets, rows)
+class WrongType(ShardModule):
+    def forward(self, ids, lengths, state: list[torch.Tensor]):
+        found, numbers, hits = super().forward(ids, lengths, state)
         return found.double(), numbers, hits
 
 
-class WrongForNoIds(PlainShard):
+class WrongForNoIds(ShardModule):
     """Fails on 0 ids, as a reduction does that has no identity; right for every other number."""
 
-    def forward(self, ids, lengths, starts, stops, offsets, rows):  # noqa: PLR0917  a traced program takes its inputs by position
-        found, numbers, hits = PlainShard.forward(self, ids, lengths, starts, stops, offsets, rows)
+    def forward(self, ids, lengths, state: list[torch.Tensor]):
+        found, numbers, hits = super().forward(ids, lengths, state)
         return found, numbers, hits & (ids <= ids.max())
 
 
-class SentinelHits(MchShard):
-    def forward(self, ids, lengths, table, table_offsets, row_ids, rows, unknown_rows):  # noqa: PLR0917  a traced program takes its inputs by position
-        rows, numbers, hits = MchShard.forward(self, ids, lengths, table, table_offsets, row_ids, rows, unknown_rows)
+class SentinelHits(ShardModule):
+    def forward(self, ids, lengths, state: list[torch.Tensor]):
+        rows, numbers, hits = super().forward(ids, lengths, state)
         return rows, numbers, hits | (ids == 2**63 - 1)
 
 
-class FixedBatch(PlainShard):
-    def forward(self, ids, lengths, starts, stops, offsets, rows):  # noqa: PLR0917  a traced program takes its inputs by position
-        return PlainShard.forward(self, ids.reshape(5), lengths, starts, stops, offsets, rows)
+class FixedBatch(ShardModule):
+    def forward(self, ids, lengths, state: list[torch.Tensor]):
+        return super().forward(ids.reshape(5), lengths, state)
+
+
+def kind_of(managed):
+    remap = RemapKind.MCH if managed else RemapKind.PLAIN
+    return ProgramKind(remap=remap, row_dtype=RowDtype.FP32, width=4)
 
 
 def export_program(program, *, managed):
     from export import trace
 
     with _quiet():
-        return _export(program, (trace._mch_examples if managed else trace._plain_examples)(4))
+        return _export(program, trace._examples(kind_of(managed), program.state_names))
 
 
 @pytest.mark.parametrize(
@@ -215,13 +220,13 @@ def export_program(program, *, managed):
     ],
 )
 def test_a_program_that_answers_wrongly_is_not_published(tmp_path, monkeypatch, program, managed, message):
-    sound = trace_shard(managed=managed, dim=4)
+    sound = trace_shard(kind_of(managed))
     broken = ShardProgram(
-        exported=export_program(program(), managed=managed),
+        exported=export_program(program(kind_of(managed)), managed=managed),
         torchscript=sound.torchscript,
         state_names=sound.state_names,
     )
-    monkeypatch.setattr(export.assembly, "trace_shard", lambda **_: broken)
+    monkeypatch.setattr(export.assembly, "trace_shard", lambda _kind: broken)
     module = managed_collection() if managed else plain_collection()
     with pytest.raises(ExportError, match=message):
         export_collection(module, tmp_path, name="c", num_shards=2)
@@ -231,21 +236,21 @@ def test_a_program_that_answers_wrongly_is_not_published(tmp_path, monkeypatch, 
 
 def test_a_wrong_torchscript_program_is_not_published_either(tmp_path, monkeypatch):
     class ZeroHits(torch.nn.Module):
-        def forward(self, ids, lengths, starts, stops, offsets, rows):  # noqa: PLR0917  a traced program takes its inputs by position
-            return torch.zeros(ids.shape[0], rows.shape[1]), ids, ids >= 0
+        def forward(self, ids, lengths, state: list[torch.Tensor]):
+            return torch.zeros(ids.shape[0], state[3].shape[1]), ids, ids >= 0
 
-    sound = trace_shard(managed=False, dim=4)
+    sound = trace_shard(kind_of(False))
     with _quiet():
         script = _script(ZeroHits())
     broken = ShardProgram(exported=sound.exported, torchscript=script, state_names=sound.state_names)
-    monkeypatch.setattr(export.assembly, "trace_shard", lambda **_: broken)
+    monkeypatch.setattr(export.assembly, "trace_shard", lambda _kind: broken)
     with pytest.raises(ExportError, match=r"\(model\.pt\) differs"):
         export_collection(plain_collection(), tmp_path, name="c")
 
 
 def test_a_program_swapped_in_later_with_its_checksum_is_caught(tmp_path, published):
     module, directory = published
-    forge(directory, "shard_1/shard.pt2", export_program(OffByOneMch(), managed=True))
+    forge(directory, "shard_1/shard.pt2", export_program(OffByOneMch(kind_of(True)), managed=True))
     with pytest.raises(ExportError, match=r"shard 1 \(shard\.pt2\) differs"):
         verify_version(tmp_path, "c", module)
 

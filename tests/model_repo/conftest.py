@@ -33,7 +33,8 @@ MODEL = shard_model_name(COLLECTION, 0)
 class TinyShard(torch.nn.Module):
     """Two tables by the exporter's signature: `user` (mch) knows ids 100..104, `item` (plain) has rows 0..2."""
 
-    def forward(self, ids_N, table_lengths_T, known_K, row_ids_R, rows_RD):
+    def forward(self, ids_N, table_lengths_T, state: list[torch.Tensor]):
+        known_K, row_ids_R, rows_RD = state
         table_N = torch.repeat_interleave(torch.arange(2), table_lengths_T, output_size=ids_N.shape[0])
         user_N = torch.searchsorted(known_K, ids_N).clamp(max=known_K.shape[0] - 1)
         user_hit_N = known_K[user_N] == ids_N
@@ -56,10 +57,8 @@ def write_version(repo: Path, version: int = 1) -> Path:
     shard = directory / "shard_0"
     shard.mkdir(parents=True)
     auto = torch.export.Dim.AUTO
-    example = (torch.arange(7), torch.tensor([3, 4]), KNOWN_K, ROW_IDS_R, ROWS_RD)
-    program = torch.export.export(
-        TinyShard(), example, dynamic_shapes=({0: auto}, None, {0: auto}, {0: auto}, {0: auto}), strict=False
-    )
+    example = (torch.arange(7), torch.tensor([3, 4]), [KNOWN_K, ROW_IDS_R, ROWS_RD])
+    program = torch.export.export(TinyShard(), example, dynamic_shapes=({0: auto}, None, [{0: auto}] * 3), strict=False)
     torch.export.save(program, shard / PROGRAM_FILE)
     state = {"known": KNOWN_K, "row_ids": ROW_IDS_R, "rows": ROWS_RD}
     save_file(state, shard / STATE_FILE)

@@ -1,0 +1,132 @@
+"""Owns what one shard holds: which program its tables need, and the state that the program reads.
+
+Must not read rows (``export.stored_rows``) or decide where a table lies (``export.placement``).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from export.contract import NO_ROW, Remap, RowDtype, ShardTable
+from export.errors import ExportError
+from export.mch_state import MchTable, build_mch_tensors, cut_mch
+from export.mpzch_state import MpzchTable, build_mpzch_tensors, cut_mpzch
+from export.programs import ProgramKind, RemapKind
+from export.remaps import BUCKET_STATE
+from export.state import PlacedTable, ShardState, ready
+from export.stored_rows import RowBlock, row_tensors
+
+
+def build_state(
+    shard: int, num_shards: int, tables: Sequence[PlacedTable], *, dim: int, row_dtype: RowDtype
+) -> ShardState:
+    """The state of one shard.
+
+    Args:
+        shard: Which one.
+        num_shards: How many there are.
+        tables: All tables of the collection, in config order; all of them managed, or none.
+        dim: Embedding dimension.
+        row_dtype: The stored format of rows.
+
+    Raises:
+        ExportError: Tables that cannot be served by one program.
+    """
+    held = [table for table in tables if table.pieces_on(shard)]
+    if any(table.source.map is not None for table in tables):
+        return _build_managed(shard, num_shards, held, dim, row_dtype)
+    return _build_plain(shard, held, dim, row_dtype)
+
+
+def _build_plain(shard: int, tables: Sequence[PlacedTable], dim: int, row_dtype: RowDtype) -> ShardState:
+    """Row ranges of tables, one or several units wide; an id that has no row gets the zeros in front."""
+    blocks = [_plain_block(table, shard) for table in tables]
+    width = math.gcd(*(block.width for block in blocks)) or dim
+    units = [block.width // width for block in blocks]
+    zero_rows = max(units, default=1)
+    starts = [table.pieces_on(shard)[0].row_start for table in tables]
+    offsets, local = [], zero_rows
+    for start, block, unit in zip(starts, blocks, units, strict=True):
+        offsets.append(local - start * unit)
+        local += block.num_rows * unit
+    stops = [start + block.num_rows for start, block in zip(starts, blocks, strict=True)]
+    wide = zero_rows > 1
+    errors: dict[str, float] = {}
+    named = {"row_starts": starts, "row_stops": stops, "row_offsets": offsets} | ({"row_units": units} if wide else {})
+    return ShardState(
+        kind=ProgramKind(remap=RemapKind.WIDE if wide else RemapKind.PLAIN, row_dtype=row_dtype, width=width),
+        entries=tuple(
+            ShardTable(table=table.source.name, rows=block.num_rows, width=block.width)
+            for table, block in zip(tables, blocks, strict=True)
+        ),
+        errors=errors,
+        tensors=(
+            *(ready(name, torch.tensor(values, dtype=torch.int64)) for name, values in named.items()),
+            *row_tensors(blocks, zero_rows=zero_rows, width=width, row_dtype=row_dtype, errors=errors),
+        ),
+    )
+
+
+def _plain_block(table: PlacedTable, shard: int) -> RowBlock:
+    pieces = table.pieces_on(shard)
+    return RowBlock(
+        numbers=table.source.numbers,
+        rows=slice(pieces[0].row_start, pieces[0].row_stop),
+        columns=tuple((piece.col_start, piece.col_stop or table.source.dim) for piece in pieces),
+    )
+
+
+def _build_managed(
+    shard: int, num_shards: int, tables: Sequence[PlacedTable], dim: int, row_dtype: RowDtype
+) -> ShardState:
+    """Rows of MPZCH tables first, whose slots are local rows, then those of MCH tables."""
+    local = 0
+    probed: dict[str, MpzchTable] = {}
+    looked_up: dict[str, MchTable] = {}
+    for table in tables:
+        if _remap(table) is Remap.MPZCH:
+            probed[table.source.name] = cut_mpzch(table, shard, local)
+            local += int(probed[table.source.name].row_ids.shape[0])
+    for table in tables:
+        if _remap(table) is Remap.MCH:
+            looked_up[table.source.name] = cut_mch(table, shard, num_shards, local)
+            local += int(looked_up[table.source.name].row_ids.shape[0])
+    pieces: list[MpzchTable | MchTable] = [*probed.values(), *looked_up.values()]
+    row_ids = torch.cat([piece.row_ids for piece in pieces]) if pieces else torch.full((1,), NO_ROW)
+    names = [table.source.name for table in tables]
+    mch = build_mch_tensors([looked_up.get(name) for name in names], row_ids)
+    remap = RemapKind.BUCKETED_MCH if BUCKET_STATE[0] in mch else RemapKind.MCH
+    max_probe, opt_in, remap_tensors = 1, False, mch
+    if probed:
+        max_probe, opt_in = _constants(probed)
+        mpzch = build_mpzch_tensors([probed.get(name) for name in names], row_ids)
+        remap, remap_tensors = RemapKind.MPZCH, mpzch
+        if looked_up:
+            remap = RemapKind.BUCKETED_MIXED if BUCKET_STATE[0] in mch else RemapKind.MIXED
+            remap_tensors = {"mpzch_tables": torch.tensor([int(name in probed) for name in names])}
+            remap_tensors |= {f"mch_{name}": tensor for name, tensor in mch.items()}
+            remap_tensors |= {f"mpzch_{name}": tensor for name, tensor in mpzch.items()}
+    errors: dict[str, float] = {}
+    blocks = [RowBlock(numbers=piece.numbers, rows=piece.row_ids, columns=((0, dim),)) for piece in pieces]
+    return ShardState(
+        kind=ProgramKind(remap=remap, row_dtype=row_dtype, width=dim, max_probe=max_probe, opt_in=opt_in),
+        entries=tuple((probed.get(name) or looked_up[name]).entry for name in names),
+        errors=errors,
+        tensors=(
+            *(ready(name, tensor) for name, tensor in remap_tensors.items()),
+            *row_tensors(blocks, zero_rows=0, width=dim, row_dtype=row_dtype, errors=errors),
+        ),
+    )
+
+
+def _remap(table: PlacedTable) -> Remap:
+    return Remap.NONE if table.source.map is None else table.source.map.remap
+
+
+def _constants(tables: Mapping[str, MpzchTable]) -> tuple[int, bool]:
+    """``max_probe``, which one kernel call has for all tables, and whether one of them reserves slots."""
+    probes = {name: table.mpzch.max_probe for name, table in tables.items()}
+    if len(set(probes.values())) > 1:
+        raise ExportError(f"MPZCH tables of one shard need one max_probe, these have {probes}; place them apart")
+    return next(iter(probes.values())), any(table.mpzch.num_reserved_slots > 0 for table in tables.values())
