@@ -25,8 +25,8 @@ from export.contract import RowDtype, Unknown
 from export.placement import place_tables
 from export.plans import Plan
 from export.progress import Progress, silent
+from export.reading import read_collection
 from export.shard_state import build_state
-from export.source import read_collection
 from export.state import PlacedTable, map_state, write_state
 from export.trace import load_exported, trace_shard
 

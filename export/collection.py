@@ -3,25 +3,39 @@
 Public: ``export_collection`` and ``verify_version``.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from torch import nn
+from torchrec.distributed.types import ParameterSharding
 
 from export.assembly import VersionOrder, describe_version, write_version
 from export.check import check_version
-from export.contract import Manifest, OutOfRange, Shard, StateFile, Unknown, check_collection_name, version_dir
+from export.contract import (
+    Manifest,
+    OutOfRange,
+    RowDtype,
+    Runtime,
+    Shard,
+    StateFile,
+    Unknown,
+    check_collection_name,
+    version_dir,
+)
 from export.errors import ExportError
 from export.input_hash import trace_input_hashes
+from export.maps import Evicted
 from export.placement import choose_plan, place_tables
 from export.plans import Plan
 from export.progress import Progress, silent
 from export.publish import choose_version, lock_collection, publish, stage
-from export.published import check_files, find_version
+from export.published import check_files, check_runtime, find_version
+from export.reading import read_collection
 from export.skew import warn_of_skew
-from export.source import CollectionSource, read_collection
+from export.source import CollectionSource
 from export.state import PlacedTable
 from export.triton_config import render_config
 
@@ -46,10 +60,14 @@ def export_collection(
     *,
     name: str,
     num_shards: int | None = None,
-    plan: str | Path | Plan | None = None,
+    plan: str | Path | Plan | Mapping[str, ParameterSharding] | None = None,
     version: int | None = None,
     unknown: str = Unknown.TRAINING,
     out_of_range: str = OutOfRange.REJECT,
+    row_dtype: str = RowDtype.FP32,
+    runtime: str = Runtime.PYTHON,
+    device: str | None = None,
+    evicted: Evicted = "refuse",
     on_progress: Progress = silent,
 ) -> Manifest:
     """Write a TorchRec collection as a version of a Triton model repository, checked against the module first.
@@ -58,15 +76,21 @@ def export_collection(
 
     Args:
         module: An unsharded ``EmbeddingCollection``, or a ``ManagedCollisionEmbeddingCollection`` whose collision
-            modules are ``MCHManagedCollisionModule``.
+            modules are ``MCHManagedCollisionModule`` or ``HashZchManagedCollisionModule``.
         repo: The model repository; made if it is not there.
         name: The collection's name, which clients ask for.
         num_shards: Over how many shards to spread every table; 1 if there is no plan either.
-        plan: Path of a plan.yaml, or a ``Plan``, instead of ``num_shards``.
+        plan: Path of a plan.yaml, a ``Plan``, or TorchRec's ``EmbeddingModuleShardingPlan``, instead of ``num_shards``.
         version: A number that is not taken; None: the newest plus one.
         unknown: What an id that a managed-collision map does not hold gets: ``training`` (the row that the module
             gives in eval mode) or ``zero``.
         out_of_range: What an id outside a plain table gets: ``reject`` or ``zero``.
+        row_dtype: How shards store rows: ``fp32`` (the trainer's own numbers), ``fp16`` or ``int8`` (row-wise); the
+            manifest states what each shard's numbers differ by at most.
+        runtime: ``python`` (Triton's Python backend) or ``pytorch`` (``pytorch_libtorch``).
+        device: Where every shard's state lies, ``cpu`` or ``cuda:N``; None: as the plan says, else the CPU.
+        evicted: What to do when ids were evicted and ``evict()`` was not called: ``refuse``, or ``reset``, which serves
+            the rows that it would name as zeros.
         on_progress: Told (step, done, of how many).
 
     Returns:
@@ -77,16 +101,20 @@ def export_collection(
             disk is full, or the artifacts do not answer as the module does. Nothing is published.
     """
     root = Path(repo)
-    source = read_collection(module)
-    cut = choose_plan(source, num_shards=num_shards, plan=plan)
+    if evicted not in get_args(Evicted):
+        raise ExportError(f"evicted {evicted!r}: use one of {', '.join(get_args(Evicted))}")
+    source = read_collection(module, evicted=evicted)
+    cut = choose_plan(source, num_shards=num_shards, plan=plan, device=device)
     checked_name = _check_name(name)
     tables = _place(source, cut, _choice(Unknown, "unknown", unknown))
     range_rule = _choice(OutOfRange, "out_of_range", out_of_range)
+    served_by = _choice(Runtime, "runtime", runtime)
     _check_options(source, tables, range_rule)
     warn_of_skew(tables, cut.shards)
     hashes = trace_input_hashes(source)
     try:
         with lock_collection(root, checked_name):
+            check_runtime(root, checked_name, served_by)
             order = VersionOrder(
                 collection=checked_name,
                 version=choose_version(root, checked_name, version),
@@ -95,6 +123,9 @@ def export_collection(
                 tables=tables,
                 input_hashes=hashes,
                 out_of_range=range_rule,
+                row_dtype=_choice(RowDtype, "row_dtype", row_dtype),
+                runtime=served_by,
+                devices=cut.devices,
             )
             return _export(root, order, on_progress)
     except OSError as exc:

@@ -2,8 +2,8 @@
 
 The collection's own forward is no oracle: it splits a request in config order but runs its modules in dict order,
 keeps the first request's key order, and fails on an empty batch. So each table is asked by name, through its own
-``preprocess``, ``remap`` and ``nn.Embedding``. Sentinel ids are unknown by rule (``export.contract.SENTINEL_IDS``),
-although an id of int64 max "hits" an empty slot upstream.
+``preprocess`` and ``remap``; a table that several ranks trained is asked rank by rank, and FBGEMM's own operator says
+which rank an id goes to. Sentinel ids are unknown by rule, although they "hit" empty slots upstream.
 
 Shape suffixes: N ids, D embedding dimension.
 """
@@ -17,8 +17,11 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from export.contract import NO_ROW, SENTINEL_IDS, Unknown
-from export.source import MapSource, TableSource
+from export.contract import NO_ROW, SENTINEL_IDS, Mpzch, Remap, Unknown
+from export.source import MapPiece, MapSource, TableSource
+
+_EMPTY = -1
+"""What an empty slot of an MPZCH table holds; an id of that number finds one, and is not there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,39 +61,100 @@ def hash_ids(table: TableSource, ids_N: torch.Tensor) -> torch.Tensor:
     """Ids after the table's ``input_hash_func``, INT64 [N]; the ids themselves if it has none."""
     if table.map is None or table.map.input_hash is None or not ids_N.numel():
         return ids_N
-    return _values(table.map, ids_N.clone(), method="preprocess")
+    return _values(table.map.pieces[0].module, ids_N.clone(), method="preprocess")
 
 
 def look_up(table: TableSource, ids_N: torch.Tensor, unknown: Unknown) -> Answer:
     """What the trained module answers to ids INT64 [N] after the input hash; call it inside ``eval_mode``.
 
-    An id of a plain table that is out of range gets zeros, row id −1 and no hit.
+    An id without a row (a plain table's that is out of range) gets zeros, row id −1 and no hit.
     """
     if table.map is None:
         hits_N = (ids_N >= 0) & (ids_N < table.rows)
-        rows_N = ids_N
-        zero = True
+        rows_N = torch.where(hits_N, ids_N, NO_ROW)
     else:
-        rows_N, hits_N = _remap(table, table.map, ids_N)
-        zero = unknown is Unknown.ZERO
-    if zero:
-        rows_N = torch.where(hits_N, rows_N, NO_ROW)
+        rows_N, hits_N = _remap(table.map, ids_N)
+        if unknown is Unknown.ZERO:
+            rows_N = torch.where(hits_N, rows_N, NO_ROW)
     return Answer(embeddings_ND=table.numbers.gather(rows_N), row_ids_N=rows_N, hits_N=hits_N)
 
 
-def _remap(table: TableSource, source: MapSource, ids_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    rows_N = _values(source, ids_N, method="remap")
-    module: Any = source.pieces[0].module
+def _remap(source: MapSource, ids_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    buckets_N = training_buckets(source, ids_N)
+    edges = torch.tensor(source.training.row_edges)
+    rows_N, hits_N = torch.full_like(ids_N, NO_ROW), torch.zeros_like(ids_N, dtype=torch.bool)
+    for piece in source.pieces:
+        starts_N = edges[buckets_N]
+        own = (starts_N >= piece.row_start) & (starts_N < piece.row_stop)
+        if source.remap is Remap.MCH:
+            rows_N[own], hits_N[own] = _remap_mch(piece, ids_N[own])
+        else:
+            assert source.mpzch is not None
+            rows_N[own], hits_N[own] = _remap_mpzch(piece, source.mpzch, ids_N[own], buckets_N[own])
+    return rows_N, hits_N
+
+
+def training_buckets(source: MapSource, ids_N: torch.Tensor) -> torch.Tensor:
+    """Training bucket of each id, INT64 [N], by FBGEMM's routing, or MPZCH's own mapper where the two can differ."""
+    buckets = source.training.buckets
+    if buckets == 1 or not ids_N.numel():
+        return torch.zeros_like(ids_N)
+    if source.training.floor_modulo:
+        mapper: Any = source.pieces[0].module
+        _, _, starts_N = mapper.input_mapper(ids_N)
+        return torch.searchsorted(torch.tensor(source.training.row_edges), starts_N, right=True) - 1
+    size = -(-source.training.input_hash_size // buckets)
+    lengths_B, *_, order_N = torch.ops.fbgemm.block_bucketize_sparse_features(
+        torch.tensor([ids_N.numel()]),
+        ids_N,
+        bucketize_pos=False,
+        sequence=True,
+        block_sizes=torch.tensor([size]),
+        total_num_blocks=torch.tensor([[buckets]]),
+        my_size=buckets,
+        keep_orig_idx=True,
+    )
+    return torch.searchsorted(lengths_B.cumsum(0), order_N, right=True)
+
+
+def _remap_mch(piece: MapPiece, ids_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    module: Any = piece.module
+    rows_N = _values(module, ids_N, method="remap")
     raw_ids = module._mch_sorted_raw_ids
     hits_N = module._match_indices(raw_ids, ids_N.to(raw_ids.device))[0].cpu()
     for sentinel in SENTINEL_IDS:
         hits_N &= ids_N != sentinel
-        rows_N = torch.where(ids_N == sentinel, table.rows - 1, rows_N)
+        rows_N = torch.where(ids_N == sentinel, piece.row_stop - 1, rows_N)
     return rows_N, hits_N
 
 
-def _values(table: MapSource, ids_N: torch.Tensor, *, method: str) -> torch.Tensor:
-    module: Any = table.pieces[0].module
+def _remap_mpzch(
+    piece: MapPiece, mpzch: Mpzch, ids_N: torch.Tensor, buckets_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel call of the module's own ``remap`` in eval mode, without its dropping of ids that miss."""
+    module: Any = piece.module
+    mapper = module.input_mapper
+    identities = module._hash_zch_identities.detach().cpu()
+    slots_N = torch.ops.fbgemm.zero_collision_hash(
+        input=ids_N,
+        identities=identities,
+        max_probe=module._max_probe,
+        circular_probe=True,
+        exp_hours=-1,
+        readonly=True,
+        local_sizes=mapper._zch_size_per_training_rank.cpu()[buckets_N],
+        offsets=mapper._train_rank_offsets.cpu()[buckets_N] - piece.row_start,
+        disable_fallback=module._disable_fallback,
+        opt_in_prob=module._opt_in_prob,
+        num_reserved_slots=module.get_reserved_slots_per_bucket(),
+    )[0]
+    hits_N = (slots_N >= 0) & (ids_N != _EMPTY)
+    hits_N &= identities[slots_N.clamp(min=0), 0] == ids_N
+    missed_N = ~hits_N & torch.tensor(mpzch.disable_fallback)
+    return torch.where(missed_N, mpzch.default_row, slots_N + piece.row_start), hits_N
+
+
+def _values(module: Any, ids_N: torch.Tensor, *, method: str) -> torch.Tensor:
     on_device_N = ids_N.to(module.device)
     features = {
         "ids": JaggedTensor(values=on_device_N, lengths=torch.tensor([ids_N.numel()], device=on_device_N.device))

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import torch
 
-from export.contract import INT64_MAX, SENTINEL_IDS
+from export.contract import INT64_MAX, SENTINEL_IDS, TrainingBuckets
 from export.source import CollectionSource, TableSource
 
 IdsByTable = Mapping[str, torch.Tensor]
@@ -61,6 +61,16 @@ def sweep_ids(table: TableSource) -> Iterator[torch.Tensor]:
 
 
 def _edges(table: TableSource) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The sentinels and their neighbours, and the ends of the table's rows."""
-    edges = (*SENTINEL_IDS, INT64_MAX - 1, -INT64_MAX - 1, -2, 0, table.rows - 1, table.rows)
+    """The sentinels and their neighbours, the ends of the table's rows, and those of training's blocks."""
+    edges = [*SENTINEL_IDS, INT64_MAX - 1, -INT64_MAX - 1, -2, 0, table.rows - 1, table.rows]
+    if table.map is not None:
+        edges += _block_edges(table.map.training)
     return np.array(edges, dtype=np.int64)
+
+
+def _block_edges(training: TrainingBuckets) -> Iterator[int]:
+    """Ids around the ends of the first and the last training blocks, read as signed."""
+    size = -(-training.input_hash_size // training.buckets)
+    for block in {1, 2, training.buckets - 1, training.buckets}:
+        for unsigned in range(max(block * size - 1, 0), block * size + 2):
+            yield unsigned if unsigned <= INT64_MAX else unsigned - (1 << 64)

@@ -10,7 +10,7 @@ from export import export_collection
 from export.contract import version_dir
 from export.errors import ExportError
 from export.input_hash import trace_input_hashes
-from export.source import read_collection
+from export.reading import read_collection
 from tests.export.reader import expected, served
 from tests.modules import managed_collection, map_of, modulo_hash, untrained_collection
 

@@ -10,7 +10,7 @@ from export.contract import Remap, Routing, TrainingBuckets
 from export.errors import ExportError
 from export.placement import choose_plan, place_tables
 from export.plans import Plan
-from export.source import read_collection
+from export.reading import read_collection
 from tests.modules import managed_collection, plain_collection
 
 PLAIN = read_collection(plain_collection())

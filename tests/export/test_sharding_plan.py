@@ -26,7 +26,7 @@ from torchrec.distributed.types import (
 from export.contract import Remap, Routing, TrainingBuckets, even_row_ranges
 from export.errors import ExportError
 from export.placement import choose_plan, place_tables
-from export.source import read_collection
+from export.reading import read_collection
 from tests.modules import managed_collection, plain_collection
 
 MODULE = plain_collection({"user": 10, "item": 23, "one": 1}, dim=8)

@@ -9,9 +9,9 @@ import torch
 from export.contract import Remap, TrainingBuckets, Unknown, even_row_ranges, training_bucket
 from export.placement import place_tables
 from export.plans import Plan
+from export.reading import read_collection
 from export.rows import whole_table
 from export.skew import find_skew, warn_of_skew
-from export.source import read_collection
 from export.state import PlacedTable
 from tests.modules import managed_collection, plain_collection
 

@@ -13,7 +13,7 @@ from torchrec.modules.mc_embedding_modules import (
 from torchrec.modules.mc_modules import LFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
 
 from export.errors import ExportError
-from export.source import read_collection
+from export.reading import read_collection
 from tests.modules import configs, managed_collection, map_of, plain_collection, untrained_collection
 
 
@@ -54,7 +54,8 @@ def managed_bag_collection():
 
 def zero_collision_collection():
     tables = configs({"user": 8})
-    module = HashZchManagedCollisionModule(zch_size=8, device=torch.device("cpu"), total_num_buckets=1)
+    module = HashZchManagedCollisionModule(zch_size=8, device=torch.device("cpu"), total_num_buckets=2)
+    module._hash_zch_bucket.fill_(4)
     return ManagedCollisionEmbeddingCollection(
         EmbeddingCollection(tables=tables), ManagedCollisionCollection({"user": module}, tables)
     )
@@ -66,8 +67,8 @@ def zero_collision_collection():
     [
         (bag_collection, "EmbeddingBagCollection gives pooled embeddings"),
         (managed_bag_collection, "ManagedCollisionEmbeddingBagCollection gives pooled embeddings"),
-        (lambda: nn.Linear(2, 2), "Linear cannot be exported: pass an unsharded EmbeddingCollection"),
-        (zero_collision_collection, "table user: HashZchManagedCollisionModule is not served; use MCH"),
+        (lambda: nn.Linear(2, 2), "Linear cannot be exported: pass an EmbeddingCollection"),
+        (zero_collision_collection, "table user: its state was saved with 4 buckets, the module has 2"),
         (lambda: EmbeddingCollection(tables=[]), "no tables"),
         (
             lambda: EmbeddingCollection(tables=configs({"user": 4}), device=torch.device("meta")),
@@ -105,7 +106,7 @@ def test_one_ranks_piece_of_a_map_is_refused():
     [
         ([5, 3], [0, 1], "not sorted"),
         ([3, 3], [0, 1], "holds an id twice"),
-        ([3, 5], [0, 9], "points outside the table's 4 rows"),
+        ([3, 5], [0, 9], "points outside rows 0..4"),
     ],
 )
 def test_a_broken_map_is_refused(ids, rows, message):

@@ -9,8 +9,8 @@ import export.stored_rows
 from export import export_collection
 from export.contract import INT64_MAX, Placement, Routing, RowDtype, Unknown, as_unsigned, hash_shard
 from export.mch_state import route_map
+from export.reading import read_collection
 from export.shard_state import build_state
-from export.source import read_collection
 from export.state import PlacedTable, write_state
 from tests.export.reader import expected, served
 from tests.modules import managed_collection, map_of, plain_collection, untrained_collection

@@ -1,0 +1,184 @@
+"""Owns the reading of an unsharded TorchRec module; must not change the module or write a file."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignore[attr-defined]
+from torch.distributed.tensor import DTensor
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.mc_modules import MCHManagedCollisionModule
+
+from export.contract import TrainingBuckets
+from export.errors import ExportError
+from export.maps import Evicted, check_served, read_map, unconsumed_rows
+from export.rows import RowPiece, TableRows
+from export.source import CollectionSource, MapPiece, MapSource, TableSource
+
+
+def read_collection(module: nn.Module, *, evicted: Evicted = "refuse") -> CollectionSource:
+    """Describe a TorchRec module without copying its rows.
+
+    Args:
+        module: An unsharded ``EmbeddingCollection`` or ``ManagedCollisionEmbeddingCollection``.
+        evicted: What to do when ids were evicted and ``evict()`` has not been called.
+
+    Raises:
+        ExportError: It is something else, or a table of it is not served; names the table and what to do.
+    """
+    collection, collisions = split_module(module)
+    configs = collection.embedding_configs()
+    if not configs:
+        raise ExportError("the module has no tables: there is nothing to serve")
+    names = collection.embedding_names_by_table()
+    tables = tuple(
+        _read_table(config, collection.embeddings[config.name], tuple(own), collisions, evicted)
+        for config, own in zip(configs, names, strict=True)
+    )
+    check_embedding_names(tables)
+    return CollectionSource(
+        module=module, tables=tables, managed=collisions is not None, need_indices=collection.need_indices()
+    )
+
+
+def split_module(module: nn.Module) -> tuple[Any, Any | None]:
+    """The embedding collection of a module, and its managed collision modules by table, if it has them.
+
+    Raises:
+        ExportError: It is neither of the two that are served.
+    """
+    if isinstance(module, EmbeddingCollection):
+        return module, None
+    if isinstance(module, ManagedCollisionEmbeddingCollection) and isinstance(
+        module._embedding_module, EmbeddingCollection
+    ):
+        return module._embedding_module, module._managed_collision_collection._managed_collision_modules
+    kind = type(module).__name__
+    if isinstance(module, (EmbeddingBagCollection, ManagedCollisionEmbeddingBagCollection)):
+        raise ExportError(f"{kind} gives pooled embeddings, which are not served; train with an EmbeddingCollection")
+    if kind.startswith("Sharded") or kind == "DistributedModelParallel":
+        raise ExportError(f"{kind} is sharded; call export_sharded on every rank, or export its checkpoint")
+    raise ExportError(
+        f"{kind} cannot be exported: pass an EmbeddingCollection or ManagedCollisionEmbeddingCollection "
+        "(of a larger model, the submodule)"
+    )
+
+
+def check_embedding_names(tables: tuple[TableSource, ...]) -> None:
+    """TorchRec names a shared feature's output ``feature@table``, which can be another feature's own name."""
+    makers: dict[str, str] = {}
+    for table in tables:
+        for feature, name in zip(table.features, table.embedding_names, strict=True):
+            maker = f"feature {feature!r} of table {table.name}"
+            if name in makers:
+                raise ExportError(f"{makers[name]} and {maker} both have the embedding name {name!r}; rename a feature")
+            makers[name] = maker
+
+
+def check_features(config: Any) -> tuple[str, ...]:
+    """A table's features, each once."""
+    features = tuple(config.feature_names)
+    if len(set(features)) != len(features):
+        raise ExportError(f"table {config.name}: features {list(features)} name one twice; list each feature once")
+    return features
+
+
+def _read_table(
+    config: Any, embedding: nn.Module, embedding_names: tuple[str, ...], collisions: Any | None, evicted: Evicted
+) -> TableSource:
+    features = check_features(config)
+    zeroed = None
+    source: MapSource | None = None
+    if collisions is not None:
+        collision = collisions[config.name]
+        check_served(config.name, collision)
+        zeroed = unconsumed_rows(config.name, [collision], evicted)
+        source = _read_map(config.name, collision, rows=config.num_embeddings)
+    return TableSource(
+        name=config.name,
+        features=features,
+        embedding_names=embedding_names,
+        numbers=read_rows(config, embedding.weight, zeroed),
+        map=source,
+    )
+
+
+def _read_map(table: str, collision: Any, *, rows: int) -> MapSource:
+    if isinstance(collision, MCHManagedCollisionModule):
+        start, edges = collision._output_global_offset, (0, rows)
+    else:
+        offset = collision._output_global_offset_tensor
+        start, edges = 0 if offset is None else int(offset), tuple(collision._output_segments)
+    if start or collision._zch_size != rows:
+        raise ExportError(
+            f"table {table}: its id map covers rows {start}..{start + collision._zch_size} of {rows}, so it is one rank's "
+            "piece; call export_sharded on every rank, or export the unsharded module or a checkpoint"
+        )
+    training = TrainingBuckets(
+        input_hash_size=collision._input_hash_size,
+        row_edges=edges,
+        floor_modulo=not isinstance(collision, MCHManagedCollisionModule) and collision._input_hash_size == 0,
+    )
+    return read_map(table, [MapPiece(row_start=0, row_stop=rows, module=collision)], training)
+
+
+def read_rows(config: Any, weight: Any, zeroed: torch.Tensor | None = None) -> TableRows:
+    """A table's rows from a parameter or a state dict's entry: a tensor, a ``ShardedTensor`` or a ``DTensor``.
+
+    Raises:
+        ExportError: It is something else, of another shape, or not wholly in this process.
+    """
+    shape = (config.num_embeddings, config.embedding_dim)
+    if tuple(weight.shape) != shape:
+        raise ExportError(f"table {config.name}: its rows have shape {tuple(weight.shape)}, its config says {shape}")
+    pieces = [_check_piece(config.name, piece) for piece in local_pieces(weight)]
+    held = sum(piece.numbers.numel() for piece in pieces)
+    if held != shape[0] * shape[1]:
+        raise ExportError(
+            f"table {config.name}: {held} of its {shape[0] * shape[1]} numbers are in this process; call export_sharded on "
+            "every rank, or export a checkpoint"
+        )
+    return TableRows(table=config.name, rows=shape[0], dim=shape[1], pieces=pieces, zeroed=zeroed)
+
+
+def local_pieces(weight: Any) -> list[RowPiece]:
+    """This process's rectangles of a [R, D] tensor, sharded or not; nothing is copied."""
+    if isinstance(weight, ShardedTensor):
+        return [_piece(shard.tensor.detach(), *shard.metadata.shard_offsets) for shard in weight.local_shards()]
+    if isinstance(weight, DTensor):
+        local: Any = weight.to_local()
+        if hasattr(local, "local_shards"):  # torchrec.distributed.shards_wrapper.LocalShardsWrapper
+            return [
+                _piece(shard.detach(), *offsets)
+                for shard, offsets in zip(local.local_shards(), local.local_offsets(), strict=True)
+            ]
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        _, offsets = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+        return [_piece(local.detach(), *offsets)]
+    return [_piece(weight.detach(), 0, 0)]
+
+
+def _piece(numbers: torch.Tensor, row: int, column: int) -> RowPiece:
+    return RowPiece(
+        row_start=row,
+        row_stop=row + int(numbers.shape[0]),
+        col_start=column,
+        col_stop=column + int(numbers.shape[1]),
+        numbers=numbers,
+    )
+
+
+def _check_piece(table: str, piece: RowPiece) -> RowPiece:
+    if piece.numbers.is_meta:
+        raise ExportError(f"table {table}: its rows are on the meta device; pass the checkpoint they are in")
+    if not piece.numbers.is_floating_point() or type(piece.numbers) not in (torch.Tensor, nn.Parameter):
+        raise ExportError(
+            f"table {table}: its rows are a {type(piece.numbers).__name__} of {piece.numbers.dtype}; "
+            "only floating point rows are served, quantise with row_dtype"
+        )
+    return piece
