@@ -64,7 +64,8 @@ class StartedShard:
             version=self.manifest.version,
             ids_N=ids_N,
             table_lengths_T=np.array([ids_N.size]),
-            dim=self.manifest.dim,
+            width=self.manifest.dim,
+            num_rows=ids_N.size,
             want_row_ids=True,
             want_hits=True,
         )

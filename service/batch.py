@@ -2,7 +2,7 @@
 
     validated requests ─prepare_batch─► PreparedBatch ─(shards)─► place_reply … ─► service.reply
 
-A batch's rows live in one buffer, one block a shard (see ``service.routing``). Hot rows will be one more source beside
+A batch's rows live in one buffer of blocks (see ``service.routing``). Hot rows will be one more source beside
 the shards: a block that the front tier fills itself.
 """
 
@@ -43,24 +43,31 @@ class PreparedBatch:
 
     def shard_request(self, shard: int) -> ShardRequest:
         """What to ask one shard."""
+        numbers = sum(
+            (landing.ids.stop - landing.ids.start) * landing.width for landing in self.route.landings_S[shard]
+        )
         return ShardRequest(
             model=self.version.models_S[shard],
             base=self.version.base,
             version=self.version.version,
             ids_N=self.route.ids_S[shard],
             table_lengths_T=self.route.table_lengths_S[shard],
-            dim=self.version.dim,
+            width=self.version.widths_S[shard],
+            num_rows=numbers // self.version.widths_S[shard],
             want_row_ids=self.row_ids_U is not None,
             want_hits=self.hits_U is not None,
         )
 
 
-def prepare_batch(version: ServedVersion, requests: Sequence[ValidRequest]) -> PreparedBatch:
+def prepare_batch(
+    version: ServedVersion, requests: Sequence[ValidRequest], *, avoid: frozenset[int] = frozenset()
+) -> PreparedBatch:
     """Group ids by table, run the input hashes, dedup and route.
 
     Args:
         version: What answers; every request was validated against it.
         requests: At least one.
+        avoid: Shards that are known not to answer: not asked for what another one holds too.
     """
     grouped_T: list[list[NDArray[np.int64]]] = [[] for _ in version.tables]
     for request in requests:
@@ -71,11 +78,11 @@ def prepare_batch(version: ServedVersion, requests: Sequence[ValidRequest]) -> P
         if table.input_hash is not None:
             ids_T[t] = table.input_hash(torch.from_numpy(ids_T[t])).numpy()
     deduped = [dedup_ids(ids_N) for ids_N in ids_T]
-    route = split_by_shard(version, [unique_U for unique_U, _ in deduped])
+    route = split_by_shard(version, [unique_U for unique_U, _ in deduped], avoid=avoid)
     rows_T = [rows_U[inverse_N] for rows_U, (_, inverse_N) in zip(route.rows_T, deduped, strict=True)]
     rows_R = _rows_by_request(requests, rows_T)
-    size = int(route.offsets_S1[-1])
-    outputs = frozenset[Output]().union(*(request.request.outputs for request in requests))
+    size = int(route.offsets_K1[-1])
+    outputs = frozenset[Output]().union(*(request.outputs for request in requests))
     return PreparedBatch(
         version=version,
         requests=tuple(requests),
@@ -91,20 +98,28 @@ def prepare_batch(version: ServedVersion, requests: Sequence[ValidRequest]) -> P
 
 
 def place_reply(batch: PreparedBatch, shard: int, reply: ShardReply) -> None:
-    """Write a shard's answer to its block of the buffer."""
-    block = slice(batch.route.offsets_S1[shard], batch.route.offsets_S1[shard + 1])
-    batch.embeddings_UD[block] = reply.embeddings_ND
-    if batch.row_ids_U is not None:
-        batch.row_ids_U[block] = reply.row_ids_N
-    if batch.hits_U is not None:
-        batch.hits_U[block] = reply.hits_N
+    """Write a shard's answer to its places in the buffer."""
+    numbers = reply.embeddings_RW.reshape(-1)
+    at = 0
+    for landing in batch.route.landings_S[shard]:
+        size = landing.ids.stop - landing.ids.start
+        rows = numbers[at : at + size * landing.width].reshape(size, landing.width)
+        at += rows.size
+        for given, columns in landing.pieces:
+            batch.embeddings_UD[landing.rows, columns] = rows[:, given]
+        if batch.row_ids_U is not None and reply.row_ids_N is not None and landing.leads:
+            batch.row_ids_U[landing.rows] = reply.row_ids_N[landing.ids]
+        if batch.hits_U is not None and reply.hits_N is not None and landing.leads:
+            batch.hits_U[landing.rows] = reply.hits_N[landing.ids]
 
 
 def missing_rows(
     batch: PreparedBatch, rows_M: NDArray[np.int64], missing: AbstractSet[int]
 ) -> NDArray[np.bool_] | None:
-    """Which rows of the buffer a shard in ``missing`` should have filled: BOOL [M]; None: no shard is missing."""
-    return np.isin(_shard_of(batch.route, rows_M), sorted(missing)) if missing else None
+    """Which rows of the buffer lack what a shard in ``missing`` should have filled: BOOL [M]; None: no shard is missing."""
+    if not missing:
+        return None
+    return np.array([bool(shards & missing) for shards in batch.route.shards_K])[batch.route.blocks_of(rows_M)]
 
 
 def _rows_by_request(
@@ -123,14 +138,11 @@ def _rows_by_request(
     return tuple(result)
 
 
-def _shard_of(route: Route, rows_M: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.searchsorted(route.offsets_S1, rows_M, side="right") - 1
-
-
 def _needed_shards(route: Route, rows_M: NDArray[np.int64], *, alone: bool) -> frozenset[int]:
-    sizes_S = np.diff(route.offsets_S1)
+    if not rows_M.size:
+        return frozenset()
     if alone:
-        return frozenset(np.flatnonzero(sizes_S).tolist())
-    if sizes_S.size == 1:
-        return frozenset({0} if rows_M.size else ())
-    return frozenset(np.flatnonzero(np.bincount(_shard_of(route, rows_M), minlength=sizes_S.size)).tolist())
+        sizes_K = np.diff(route.offsets_K1)
+    else:
+        sizes_K = np.bincount(route.blocks_of(rows_M), minlength=len(route.shards_K))
+    return frozenset[int]().union(*(route.shards_K[block] for block in np.flatnonzero(sizes_K)))

@@ -19,6 +19,7 @@ from export.contract import (
     RepositoryError,
     Routing,
     Table,
+    TrainingBuckets,
     check_size,
     read_manifest,
     version_dir,
@@ -46,12 +47,29 @@ class ServedTable:
     name: str
     rows: int
     routing: Routing
-    home_shard: int
-    """``table`` routing: where it lies."""
-    row_stops_S: NDArray[np.int64]
-    """``rows`` routing: one past the last row of each shard but the last, ascending."""
+    holders: tuple[int, ...]
+    """Shards that hold rows of it, each once, in the order of its placements."""
+    row_stops_P: NDArray[np.int64]
+    """``rows`` routing: one past the last row of each piece that has rows, but the last, ascending."""
+    row_shards_P: NDArray[np.uint16]
+    """``rows`` routing: the shard of each piece that has rows."""
+    training: TrainingBuckets | None
+    bucket_shards_B: NDArray[np.uint16]
+    """``training`` routing: the shard of each bucket."""
     rejects_out_of_range: bool
     input_hash: InputHash | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldTable:
+    """What one shard holds of a table."""
+
+    table: int
+    """Index into ``ServedVersion.tables``."""
+    width: int
+    """Numbers that an id has in the shard's reply."""
+    pieces: tuple[tuple[slice, slice], ...]
+    """Where they belong: (which of those numbers, which columns of the table)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,16 +80,18 @@ class ServedVersion:
     version: int
     base: int
     dim: int
+    need_indices: bool
+    """Whether replies may carry the looked-up indices."""
     features: tuple[str, ...]
     blocks: Mapping[str, tuple[Block, ...]]
     """By feature, in embedding-name order."""
     tables: tuple[ServedTable, ...]
     models_S: tuple[str, ...]
-    tables_S: tuple[tuple[int, ...], ...]
-    """Per shard: the tables that it holds, as indices into ``tables``, in the order of its ``table_lengths``."""
+    widths_S: tuple[int, ...]
+    """Numbers in a row of each shard's reply; see ``export.contract.Shard.width``."""
+    tables_S: tuple[tuple[HeldTable, ...], ...]
+    """Per shard: the tables that it holds, in the order of its ``table_lengths``."""
     created_s: float
-    need_indices: bool = False
-    """The manifest's."""
 
     @property
     def num_shards(self) -> int:
@@ -103,26 +123,46 @@ def compile_version(manifest: Manifest, hashes: Mapping[str, InputHash]) -> Serv
         version=manifest.version,
         base=manifest.version,
         dim=manifest.dim,
+        need_indices=manifest.need_indices,
         features=manifest.features,
         blocks={feature: tuple(entries) for feature, entries in blocks.items()},
         tables=tuple(_compile_table(table, hashes) for table in manifest.tables),
         models_S=tuple(shard.model for shard in manifest.shards),
-        tables_S=tuple(tuple(index[entry.table] for entry in shard.tables) for shard in manifest.shards),
+        widths_S=tuple(shard.width for shard in manifest.shards),
+        tables_S=tuple(
+            tuple(_hold(manifest.tables[index[entry.table]], index[entry.table], shard.index) for entry in shard.tables)
+            for shard in manifest.shards
+        ),
         created_s=manifest.created_s,
-        need_indices=manifest.need_indices,
     )
 
 
 def _compile_table(table: Table, hashes: Mapping[str, InputHash]) -> ServedTable:
+    pieces = [piece for piece in table.placements if piece.row_start < piece.row_stop]
+    bucket_shards = table.bucket_shards if table.routing is Routing.TRAINING else ()
     return ServedTable(
         name=table.name,
         rows=table.rows,
         routing=table.routing,
-        home_shard=table.placements[0].shard,
-        row_stops_S=np.array([placement.row_stop for placement in table.placements[:-1]], dtype=np.int64),
+        holders=tuple(dict.fromkeys(piece.shard for piece in pieces)),
+        row_stops_P=np.array([piece.row_stop for piece in pieces[:-1]], dtype=np.int64),
+        row_shards_P=np.array([piece.shard for piece in pieces], dtype=np.uint16),
+        training=table.training,
+        bucket_shards_B=np.array(bucket_shards, dtype=np.uint16),
         rejects_out_of_range=table.remap is Remap.NONE and table.out_of_range is OutOfRange.REJECT,
         input_hash=hashes[table.input_hash] if table.input_hash else None,
     )
+
+
+def _hold(table: Table, index: int, shard: int) -> HeldTable:
+    pieces: list[tuple[slice, slice]] = []
+    at = 0
+    for piece in table.pieces_on(shard):
+        columns = slice(piece.col_start, table.dim if piece.col_stop is None else piece.col_stop)
+        width = columns.stop - columns.start
+        pieces.append((slice(at, at + width), columns))
+        at += width
+    return HeldTable(table=index, width=at, pieces=tuple(pieces))
 
 
 def _load_input_hash(path: Path) -> InputHash:

@@ -86,7 +86,8 @@ class Fanout:
         """Answer a batch; sets every entry's reply."""
         requests = [entry.item.valid for entry in entries]
         num_ids = sum(request.num_ids for request in requests)
-        batch = await self._compute(num_ids, lambda: prepare_batch(self._version, requests))
+        avoid = frozenset(s for s, shard in enumerate(self._shards) if shard.health.reason is not None)
+        batch = await self._compute(num_ids, lambda: prepare_batch(self._version, requests, avoid=avoid))
         self._count(batch, num_ids)
         flight = _Flight(batch, entries)
         self._turn_away(flight)
@@ -114,7 +115,7 @@ class Fanout:
             log.exception("shard_call_broken", model=self._version.models_S[shard])
             flight.fail(shard, self._explain(shard, ShardFailed(repr(exc), code=ErrorCode.INTERNAL)))
         else:
-            await self._compute(reply.embeddings_ND.shape[0], lambda: place_reply(flight.batch, shard, reply))
+            await self._compute(reply.embeddings_RW.shape[0], lambda: place_reply(flight.batch, shard, reply))
         flight.awaited.discard(shard)
         await self._answer_complete(flight)
 

@@ -58,7 +58,8 @@ class ShardHealth:
             version=version.version,
             ids_N=np.empty(0, dtype=np.int64),
             table_lengths_T=np.zeros(len(version.tables_S[shard]), dtype=np.int64),
-            dim=version.dim,
+            width=version.widths_S[shard],
+            num_rows=0,
         )
         self._answers = 0
 

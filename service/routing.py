@@ -1,96 +1,194 @@
 """Owns which shard each unique id goes to and where its row will lie; pure functions, no I/O.
 
-The rows of a batch live in one buffer, shard by shard, each shard's block in the very order of its reply: so merging is
-writing each reply to its own block, and undoing the dedup is one gather.
+The rows of a batch lie in one buffer: a block for each shard, with the whole rows that it answers, in the very order of
+its reply; then a block for each table that is cut into columns, which all of the table's shards fill, each its own columns.
+So merging is writing each reply to its places, every number once, and undoing the dedup is one gather.
 
-Shape suffixes: see ``service.types``.
+Shape suffixes: see ``service.types``; K counts the buffer's blocks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from export.contract import Routing, hash_shard
+from export.contract import Routing, hash_shard, training_bucket
 from service.catalog import ServedTable, ServedVersion
+from service.spreading import spread_ids
+
+_NONE = slice(0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landing:
+    """Where a run of a shard's ids has its rows in the buffer."""
+
+    ids: slice
+    """Which of the shard's ids."""
+    rows: slice
+    """Which rows of the buffer."""
+    width: int
+    """Numbers that each id has in the shard's reply."""
+    pieces: tuple[tuple[slice, slice], ...]
+    """(Which of those numbers, which columns of the buffer.)"""
+    leads: bool
+    """Whether this shard's row ids and hits are taken: of the shards that fill a row, one's are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
     """Where the unique ids of a batch go."""
 
-    offsets_S1: NDArray[np.int64]
-    """[S+1]: shard ``s`` owns the rows [offsets[s], offsets[s+1]) of the batch's buffer."""
+    offsets_K1: NDArray[np.int64]
+    """[K+1]: block ``k`` has the rows [offsets[k], offsets[k+1]) of the buffer."""
+    shards_K: tuple[frozenset[int], ...]
+    """The shards that fill each block: its rows are there when all of them have answered."""
     ids_S: tuple[NDArray[np.int64], ...]
     """Per shard: its ids, grouped by the shard's table order."""
     table_lengths_S: tuple[NDArray[np.int64], ...]
     """Per shard: [T] ids of each of the shard's tables."""
+    landings_S: tuple[tuple[Landing, ...], ...]
+    """Per shard: where its reply goes; in the order of its ids, all of which they cover."""
     rows_T: tuple[NDArray[np.int64], ...]
     """Per table of the version: [U] row in the buffer of each unique id."""
 
+    def blocks_of(self, rows_M: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Block of each row of the buffer, INT64 [M]."""
+        return np.searchsorted(self.offsets_K1, rows_M, side="right") - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Split:
+    """One table's ids, cut by shard."""
+
+    ids_U: NDArray[np.int64]
+    """Brought into an order in which each shard's ids lie together."""
+    order_U: NDArray[np.int64] | None
+    """That order; None: as they came."""
+    parts: Mapping[int, slice]
+    """By shard: its ids. Those of a table that is cut into columns overlap, those of any other cover all ids once."""
+
 
 def shard_ids(table: ServedTable, unique_U: NDArray[np.int64], num_shards: int) -> NDArray[np.uint16]:
-    """Shard of each id: UINT16 [U].
+    """Shard of each id, where the id alone decides it: UINT16 [U].
 
     Ids outside a plain table's rows go to the nearest end; the shard there answers them by the table's rule.
     """
     if table.routing is Routing.HASH:
         return hash_shard(unique_U.view(np.uint64), num_shards).astype(np.uint16)
-    if table.routing is Routing.ROWS:
-        return np.searchsorted(table.row_stops_S, unique_U, side="right").astype(np.uint16)
-    return np.full(unique_U.size, table.home_shard, dtype=np.uint16)
+    if table.routing is Routing.TRAINING:
+        training = table.training
+        assert training is not None
+        ids_U = unique_U if training.floor_modulo else unique_U.view(np.uint64)
+        buckets_U = training_bucket(ids_U, input_hash_size=training.input_hash_size, buckets=training.buckets)
+        return table.bucket_shards_B[buckets_U]
+    assert table.routing is Routing.ROWS, table.routing
+    return table.row_shards_P[np.searchsorted(table.row_stops_P, unique_U, side="right")]
 
 
-def split_by_shard(version: ServedVersion, unique_T: Sequence[NDArray[np.int64]]) -> Route:
+def split_by_shard(
+    version: ServedVersion, unique_T: Sequence[NDArray[np.int64]], *, avoid: frozenset[int] = frozenset()
+) -> Route:
     """Route every table's unique ids.
 
     Args:
         version: The version to route by.
-        unique_T: For each table of the version, its unique ids, INT64 [U].
+        unique_T: For each table of the version, its unique ids, INT64 [U], in any order.
+        avoid: Shards not to be asked for what another one holds too.
     """
-    num_shards = version.num_shards
-    counts_ST = np.zeros((num_shards, len(version.tables)), dtype=np.int64)
-    orders: list[NDArray[np.int64] | None] = []
-    for t, (table, unique_U) in enumerate(zip(version.tables, unique_T, strict=True)):
-        if table.routing is Routing.TABLE or num_shards == 1:
-            counts_ST[table.home_shard, t] = unique_U.size
-            orders.append(None)
-            continue
-        shard_U = shard_ids(table, unique_U, num_shards)
-        counts_ST[:, t] = np.bincount(shard_U, minlength=num_shards)
-        orders.append(np.argsort(shard_U, kind="stable"))  # 16-bit keys: numpy takes its radix sort
-    return _lay_out(version, unique_T, orders, counts_ST)
+    load_S = np.zeros(version.num_shards, dtype=np.int64)
+    splits: dict[int, _Split] = {}
+    # Replicated tables come last: they go where the others leave room.
+    for t in sorted(range(len(unique_T)), key=lambda t: version.tables[t].routing is Routing.REPLICATED):
+        splits[t] = _split(version.tables[t], unique_T[t], load_S, avoid)
+        for shard, part in splits[t].parts.items():
+            load_S[shard] += part.stop - part.start
+    return _lay_out(version, [splits[t] for t in range(len(unique_T))])
 
 
-def _lay_out(
-    version: ServedVersion,
-    unique_T: Sequence[NDArray[np.int64]],
-    orders: Sequence[NDArray[np.int64] | None],
-    counts_ST: NDArray[np.int64],
-) -> Route:
-    """Give every id its row in the buffer: by shard, then by the shard's table order, then by the table's id order."""
-    offsets_S1 = np.concatenate([[0], np.cumsum(counts_ST.sum(axis=1))]).astype(np.int64)
-    sorted_T = [unique if order is None else unique[order] for unique, order in zip(unique_T, orders, strict=True)]
-    starts_TS = np.cumsum(counts_ST, axis=0).T - counts_ST.T
-    positions_T = [np.empty(unique.size, dtype=np.int64) for unique in unique_T]
+def _split(table: ServedTable, ids_U: NDArray[np.int64], load_S: NDArray[np.int64], avoid: frozenset[int]) -> _Split:
+    if table.routing is Routing.REPLICATED:
+        return _Split(ids_U=ids_U, order_U=None, parts=spread_ids(ids_U, table.holders, load_S, avoid))
+    if table.routing is Routing.COLUMNS or len(table.holders) == 1:
+        return _Split(ids_U=ids_U, order_U=None, parts=dict.fromkeys(table.holders, slice(0, ids_U.size)))
+    shard_U = shard_ids(table, ids_U, load_S.size)
+    stops_S = np.cumsum(np.bincount(shard_U, minlength=load_S.size)).tolist()
+    order_U = np.argsort(shard_U, kind="stable")  # 16-bit keys: numpy takes its radix sort
+    parts = {shard: slice(start, stop) for shard, (start, stop) in enumerate(zip([0, *stops_S], stops_S, strict=False))}
+    return _Split(ids_U=ids_U[order_U], order_U=order_U, parts=parts)
+
+
+def _lay_out(version: ServedVersion, splits_T: Sequence[_Split]) -> Route:
+    """Give every id its row in the buffer: by block, in a shard's by its table order, in a table by the split's order."""
+    cut = [t for t, table in enumerate(version.tables) if table.routing is Routing.COLUMNS]
+    sizes_K = [
+        sum(_size(splits_T[held.table].parts.get(s, _NONE)) for held in tables if held.table not in cut)
+        for s, tables in enumerate(version.tables_S)
+    ] + [splits_T[t].ids_U.size for t in cut]
+    offsets_K1 = np.concatenate([[0], np.cumsum(sizes_K)]).astype(np.int64)
+    starts = {t: int(offsets_K1[version.num_shards + c]) for c, t in enumerate(cut)}
+    positions_T = [np.empty(split.ids_U.size, dtype=np.int64) for split in splits_T]
+    for t, start in starts.items():
+        positions_T[t][:] = np.arange(start, start + positions_T[t].size)
     ids_S: list[NDArray[np.int64]] = []
     table_lengths_S: list[NDArray[np.int64]] = []
-    for s in range(version.num_shards):
-        parts, row = [], int(offsets_S1[s])
-        for t in version.tables_S[s]:
-            start, count = int(starts_TS[t, s]), int(counts_ST[s, t])
-            parts.append(sorted_T[t][start : start + count])
-            positions_T[t][start : start + count] = np.arange(row, row + count)
-            row += count
+    for s, tables in enumerate(version.tables_S):
+        parts, row = [], int(offsets_K1[s])
+        for held in tables:
+            split = splits_T[held.table]
+            part = split.parts.get(s, _NONE)
+            parts.append(split.ids_U[part])
+            if held.table not in starts:
+                positions_T[held.table][part] = np.arange(row, row + _size(part))
+                row += _size(part)
         ids_S.append(parts[0] if len(parts) == 1 else np.concatenate([*parts, np.empty(0, dtype=np.int64)]))
         table_lengths_S.append(np.array([part.size for part in parts], dtype=np.int64))
     return Route(
-        offsets_S1=offsets_S1,
+        offsets_K1=offsets_K1,
+        shards_K=(
+            *(frozenset({s}) for s in range(version.num_shards)),
+            *(frozenset(version.tables[t].holders) for t in cut),
+        ),
         ids_S=tuple(ids_S),
         table_lengths_S=tuple(table_lengths_S),
-        rows_T=tuple(_unsort(rows, order) for rows, order in zip(positions_T, orders, strict=True)),
+        landings_S=tuple(
+            _land(version, s, lengths_T, int(offsets_K1[s]), starts) for s, lengths_T in enumerate(table_lengths_S)
+        ),
+        rows_T=tuple(_unsort(rows, split.order_U) for rows, split in zip(positions_T, splits_T, strict=True)),
     )
+
+
+def _land(
+    version: ServedVersion, shard: int, lengths_T: NDArray[np.int64], row: int, starts: Mapping[int, int]
+) -> tuple[Landing, ...]:
+    """Where a shard's reply goes: its whole rows from ``row`` on, columns of table ``t`` from ``starts[t]`` on."""
+    tables = version.tables_S[shard]
+    if not any(held.table in starts for held in tables):
+        size = int(lengths_T.sum())
+        everything = slice(0, version.dim)
+        return (_landing(0, row, size, width=version.dim, pieces=((everything, everything),), leads=True),)
+    landings: list[Landing] = []
+    at = 0
+    for held, size in zip(tables, lengths_T.tolist(), strict=True):
+        whole = held.table not in starts
+        leads = whole or version.tables[held.table].holders[0] == shard
+        start = row if whole else starts[held.table]
+        landings.append(_landing(at, start, size, width=held.width, pieces=held.pieces, leads=leads))
+        at += size
+        row += size if whole else 0
+    return tuple(landings)
+
+
+def _landing(
+    at: int, row: int, size: int, *, width: int, pieces: tuple[tuple[slice, slice], ...], leads: bool
+) -> Landing:
+    return Landing(ids=slice(at, at + size), rows=slice(row, row + size), width=width, pieces=pieces, leads=leads)
+
+
+def _size(part: slice) -> int:
+    size: int = part.stop - part.start
+    return size
 
 
 def _unsort(sorted_U: NDArray[np.int64], order_U: NDArray[np.int64] | None) -> NDArray[np.int64]:

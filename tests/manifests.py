@@ -1,6 +1,7 @@
 """Manifests built by hand, and shards that answer by a rule: what the front tier's tests stand on."""
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,6 +25,7 @@ from export.contract import (
     even_row_ranges,
     hash_shard,
     shard_model_name,
+    training_bucket,
 )
 from service.catalog import ServedVersion, compile_version
 from service.shards import ShardFailed, ShardReply, ShardRequest
@@ -38,27 +40,23 @@ def make_table(
     routing: Routing,
     num_shards: int,
     rows: int = 100,
+    dim: int = DIM,
     home: int = 0,
     shared: Sequence[str] = (),
     row_counts: Sequence[int] | None = None,
+    placements: Sequence[Placement] | None = None,
+    training: TrainingBuckets | None = None,
     out_of_range: OutOfRange = OutOfRange.REJECT,
     input_hash: str | None = None,
 ) -> Table:
-    if routing is Routing.ROWS:
-        ranges = even_row_ranges(rows, num_shards)
-        if row_counts is not None:
-            stops = np.cumsum(row_counts).tolist()
-            ranges = [(stop - count, stop) for stop, count in zip(stops, row_counts, strict=True)]
-        placements = [Placement(shard=s, row_start=a, row_stop=b) for s, (a, b) in enumerate(ranges)]
-    elif routing is Routing.HASH:
-        placements = [Placement(shard=s, row_start=0, row_stop=rows) for s in range(num_shards)]
-    else:
-        placements = [Placement(shard=home, row_start=0, row_stop=rows)]
-    managed = routing is Routing.HASH
+    """A table; where it lies is ``placements``, or what the other arguments make of the routing."""
+    if placements is None:
+        placements = place(routing, num_shards=num_shards, rows=rows, home=home, row_counts=row_counts)
+    managed = routing in {Routing.HASH, Routing.TRAINING}
     return Table(
         name=name,
         rows=rows,
-        dim=DIM,
+        dim=dim,
         row_dtype=RowDtype.FP32,
         features=tuple(features),
         embedding_names=tuple(f"{feature}@{name}" if feature in shared else feature for feature in features),
@@ -68,8 +66,22 @@ def make_table(
         placements=tuple(placements),
         input_hash=input_hash,
         zch=Zch(policy="LFU_EvictionPolicy", size=rows, occupied=0, open_slots=rows - 1) if managed else None,
-        training=TrainingBuckets(input_hash_size=0, row_edges=(0, rows)) if managed else None,
+        training=(training or TrainingBuckets(input_hash_size=0, row_edges=(0, rows))) if managed else None,
     )
+
+
+def place(
+    routing: Routing, *, num_shards: int, rows: int, home: int = 0, row_counts: Sequence[int] | None = None
+) -> list[Placement]:
+    """The plainest placements of a routing: in shard order, on every shard that the routing can use."""
+    if routing is Routing.ROWS:
+        ranges = even_row_ranges(rows, num_shards)
+        if row_counts is not None:
+            stops = np.cumsum(row_counts).tolist()
+            ranges = [(stop - count, stop) for stop, count in zip(stops, row_counts, strict=True)]
+        return [Placement(shard=s, row_start=a, row_stop=b) for s, (a, b) in enumerate(ranges)]
+    shards = range(num_shards) if routing in {Routing.HASH, Routing.REPLICATED} else [home]
+    return [Placement(shard=s, row_start=0, row_stop=rows) for s in shards]
 
 
 def make_manifest(
@@ -78,13 +90,13 @@ def make_manifest(
     shards = []
     for s in range(num_shards):
         # Reversed, so that a shard's table order is never the manifest's by luck.
-        held = [table for table in reversed(tables) if any(p.shard == s for p in table.placements)]
+        held = [table for table in reversed(tables) if table.pieces_on(s)]
         shards.append(
             Shard(
                 index=s,
                 model=shard_model_name(collection, s),
-                tables=tuple(ShardTable(table=table.name, rows=1, width=DIM) for table in held),
-                width=DIM,
+                tables=tuple(ShardTable(table=table.name, rows=1, width=table.width_on(s)) for table in held),
+                width=math.gcd(*(table.width_on(s) for table in held)) or tables[0].dim,
                 state=(),
                 state_bytes=0,
             )
@@ -94,7 +106,7 @@ def make_manifest(
         version=version,
         created_s=1.0,
         num_shards=num_shards,
-        dim=DIM,
+        dim=tables[0].dim,
         tables=tuple(tables),
         shards=tuple(shards),
         files=tuple(
@@ -117,23 +129,32 @@ def make_version(
     return manifest, compile_version(manifest, hashes or {})  # type: ignore[arg-type]
 
 
-def home_of(table: Table, one: int, num_shards: int) -> int:
-    """The shard of an id by the contract's words, one id at a time."""
+def homes_of(table: Table, one: int, num_shards: int) -> set[int]:
+    """The shards that an id may be sent to, by the contract's words, one id at a time."""
+    shards = {piece.shard for piece in table.placements}
     if table.routing is Routing.HASH:
-        return hash_shard(as_unsigned(one), num_shards)
-    if table.routing is Routing.TABLE:
-        return table.placements[0].shard
-    inside = [placement.shard for placement in table.placements if placement.row_start <= one < placement.row_stop]
-    if inside:
-        return inside[0]
-    return 0 if one < 0 else num_shards - 1  # no row: whichever end is nearer, to be answered by the table's rule
+        return {hash_shard(as_unsigned(one), num_shards)}
+    if table.routing is Routing.TRAINING:
+        training = table.training
+        read = one if training.floor_modulo else as_unsigned(one)
+        bucket = training_bucket(read, input_hash_size=training.input_hash_size, buckets=training.buckets)
+        # A bucket without rows at the end goes to whoever has the last row.
+        return shards_of_row(table, min(training.row_edges[bucket], table.rows - 1))
+    if table.routing is Routing.ROWS:
+        # No row: whichever end is nearer, to be answered by the table's rule.
+        return shards_of_row(table, min(max(one, 0), table.rows - 1))
+    return shards
 
 
-def row_of(table: str, ids: np.ndarray) -> np.ndarray:
-    """The row that the rule gives: distinct for every (table, id, column)."""
+def shards_of_row(table: Table, row: int) -> set[int]:
+    return {piece.shard for piece in table.placements if piece.row_start <= row < piece.row_stop}
+
+
+def row_of(table: str, ids: np.ndarray, dim: int = DIM) -> np.ndarray:
+    """The rows that the rule gives, FP32 [N, dim]: no two ids below 997, and no two columns of an id, are alike."""
     seed = float(sum(table.encode()))
     low = (ids.astype(np.uint64) % np.uint64(997)).astype(np.float32)
-    return np.stack([low + seed, low * 2, low - seed], axis=1).astype(np.float32)
+    return np.stack([low * (column + 1) + seed * (column + 2) for column in range(dim)], axis=1).astype(np.float32)
 
 
 def row_id_of(ids: np.ndarray) -> np.ndarray:
@@ -179,19 +200,28 @@ class RuleShard:
         return self.answer(request)
 
     def answer(self, request: ShardRequest) -> ShardReply:
-        tables = [entry.table for entry in self.manifest.shards[self.index].tables]
+        shard = self.manifest.shards[self.index]
+        tables = [self.manifest.table(entry.table) for entry in shard.tables]
         assert len(tables) == request.table_lengths_T.size
         assert int(request.table_lengths_T.sum()) == request.ids_N.size
         parts = np.split(request.ids_N, np.cumsum(request.table_lengths_T)[:-1]) if tables else []
         for table, ids in zip(tables, parts, strict=True):
             for one in ids.tolist():
-                assert self.index == home_of(self.manifest.table(table), one, self.manifest.num_shards)
-        rows = [row_of(table, ids) for table, ids in zip(tables, parts, strict=True)]
+                assert self.index in homes_of(table, one, self.manifest.num_shards)
+        numbers = [self.numbers(table, ids).reshape(-1) for table, ids in zip(tables, parts, strict=True)]
+        embeddings = np.concatenate([*numbers, np.empty(0, dtype=np.float32)]).reshape(-1, shard.width)
+        assert embeddings.shape == (request.num_rows, request.width)
         return ShardReply(
-            embeddings_ND=np.concatenate([*rows, np.empty((0, DIM), dtype=np.float32)]),
+            embeddings_RW=embeddings,
             row_ids_N=row_id_of(request.ids_N) if request.want_row_ids else None,
             hits_N=hit_of(request.ids_N) if request.want_hits else None,
         )
+
+    def numbers(self, table: Table, ids: np.ndarray) -> np.ndarray:
+        """What the shard has of the ids' rows: its pieces, one after the other."""
+        rows = row_of(table.name, ids, table.dim)
+        pieces = table.pieces_on(self.index)
+        return np.concatenate([rows[:, piece.col_start : piece.col_stop] for piece in pieces], axis=1)
 
     async def close(self) -> None:
         self.closed = True

@@ -65,8 +65,10 @@ class ShardRequest:
     """The version to answer from; equal to ``base`` unless it is a delta on it."""
     ids_N: NDArray[np.int64]
     table_lengths_T: NDArray[np.int64]
-    dim: int
-    """Numbers in a row."""
+    width: int
+    """Numbers in a row of the reply."""
+    num_rows: int
+    """Rows of the reply: an id has as many as its table's numbers here take."""
     want_row_ids: bool = False
     want_hits: bool = False
 
@@ -75,7 +77,8 @@ class ShardRequest:
 class ShardReply:
     """Rows for the ids of a request, in its order; read-only views of the received message."""
 
-    embeddings_ND: NDArray[np.float32]
+    embeddings_RW: NDArray[np.float32]
+    """[R, W]: ``num_rows`` and ``width`` of the request."""
     row_ids_N: NDArray[np.int64] | None = None
     hits_N: NDArray[np.bool_] | None = None
 
@@ -201,7 +204,7 @@ def _decode(data: bytes, request: ShardRequest) -> ShardReply:
             for output, content in zip(message.outputs, message.raw_output_contents, strict=True)
         }
         reply = ShardReply(
-            embeddings_ND=_expect(arrays["embeddings"], (n, request.dim)),
+            embeddings_RW=_expect(arrays["embeddings"], (request.num_rows, request.width)),
             row_ids_N=_expect(arrays["row_ids"], (n,)) if request.want_row_ids else None,
             hits_N=_expect(arrays["hits"], (n,)) if request.want_hits else None,
         )

@@ -21,7 +21,8 @@ def request(version: int) -> ShardRequest:
         version=version,
         ids_N=np.array([3, 1, 3], dtype=np.int64),
         table_lengths_T=np.array([3], dtype=np.int64),
-        dim=4,
+        width=4,
+        num_rows=3,
     )
 
 
@@ -48,9 +49,9 @@ async def test_loading_a_new_base_leaves_the_process_of_the_old_one_alone(tmp_pa
             await client.lookup(request(2), timeout_s=10)
         export_collection(new, tmp_path, name="small", num_shards=1)
         await triton.hold("small_shard_0", [1, 2])
-        assert (await client.lookup(request(1), timeout_s=10)).embeddings_ND.tobytes() == before.embeddings_ND.tobytes()
+        assert (await client.lookup(request(1), timeout_s=10)).embeddings_RW.tobytes() == before.embeddings_RW.tobytes()
         weight = new.embeddings["t"].weight.detach().numpy()
-        assert (await client.lookup(request(2), timeout_s=10)).embeddings_ND.tobytes() == weight[[3, 1, 3]].tobytes()
+        assert (await client.lookup(request(2), timeout_s=10)).embeddings_RW.tobytes() == weight[[3, 1, 3]].tobytes()
         assert processes()["1"] == first["1"], "the served base was reloaded"
     finally:
         await client.close()
@@ -68,7 +69,7 @@ async def test_a_broken_new_base_leaves_the_old_one_serving(tmp_path):
         state.write_bytes(state.read_bytes()[:-4])
         with pytest.raises(TritonCallError, match=r"state\.safetensors"):
             await triton.hold("small_shard_0", [1, 2])
-        assert (await client.lookup(request(1), timeout_s=10)).embeddings_ND.shape == (3, 4)
+        assert (await client.lookup(request(1), timeout_s=10)).embeddings_RW.shape == (3, 4)
     finally:
         await client.close()
         await triton.stop()
@@ -88,7 +89,7 @@ async def test_a_killed_base_comes_back_though_two_newer_ones_were_exported(tmp_
             await client.lookup(request(1), timeout_s=10)
         assert failure.value.process_died
         await triton.repair("small_shard_0")
-        assert (await client.lookup(request(1), timeout_s=10)).embeddings_ND.tobytes() == before.embeddings_ND.tobytes()
+        assert (await client.lookup(request(1), timeout_s=10)).embeddings_RW.tobytes() == before.embeddings_RW.tobytes()
         assert set(processes()) == {"1"}
     finally:
         await client.close()

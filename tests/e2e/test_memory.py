@@ -46,10 +46,10 @@ async def test_a_shard_of_a_2_gb_table_holds_its_state_once_and_little_more(repo
             assert np.array_equal(reply.row_ids_N, rows[part].numpy())
             if number % COMPARE_EVERY == 0:
                 expected = torch.index_select(weight, 0, rows[part]).numpy()
-                assert reply.embeddings_ND.tobytes() == expected.tobytes()
+                assert reply.embeddings_RW.tobytes() == expected.tobytes()
         reply = await asked.lookup(ids[:100].numpy() + 1)
         assert not reply.hits_N.any()
-        assert (reply.embeddings_ND == weight[-1].numpy()).all()
+        assert (reply.embeddings_RW == weight[-1].numpy()).all()
 
         held = {pid: pss_bytes(pid) for pid in asked.processes()}
         assert len(held) == 3, "the server, its guard and one model process"

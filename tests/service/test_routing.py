@@ -1,24 +1,21 @@
 """Laws of routing and merging, for every shard count and placement."""
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from export.contract import Routing, as_unsigned, even_row_ranges, hash_shard, mix64
-from service.batch import place_reply, prepare_batch
+from export.contract import NO_ROW, Routing, as_unsigned, even_row_ranges, hash_shard, mix64
+from service import spreading
 from service.dedup import dedup_ids
 from service.reply import assemble_reply
-from service.types import LookupRequest, Output
-from service.validate import Limits, validate
-from tests.manifests import RuleShard, hit_of, make_table, make_version, row_id_of, row_of
+from service.types import Output
+from tests.manifests import homes_of
+from tests.service.routed import any_id, cases
 
-LIMITS = Limits(max_ids=10_000_000, max_reply_bytes=1 << 40)
-ALL = frozenset(Output)
-any_id = st.one_of(
-    st.integers(-(2**63), 2**63 - 1), st.sampled_from([-1, 0, 1, 2**63 - 1, -(2**63)]), st.integers(0, 20)
-)
-row_number = st.integers(0, 99)
+POISON = -99
 
 
 @given(st.lists(any_id, max_size=300))
@@ -61,83 +58,94 @@ def test_even_row_ranges_cut_like_torchrec(rows, shards, counts):
     assert [stop - start for start, stop in even_row_ranges(rows, shards)] == counts
 
 
-@st.composite
-def cases(draw):
-    num_shards = draw(st.integers(1, 8))
-    routing = draw(st.permutations([Routing.HASH, Routing.ROWS, Routing.TABLE]))
-    counts = None
-    if draw(st.booleans()):
-        cuts = sorted(draw(st.lists(st.integers(0, 100), min_size=num_shards - 1, max_size=num_shards - 1)))
-        counts = np.diff([0, *cuts, 100]).tolist()
-    tables = [
-        make_table(
-            f"t{i}",
-            [f"f{i}", f"g{i}", "both"] if i < 2 else [f"f{i}", f"g{i}"],
-            routing=kind,
-            num_shards=num_shards,
-            home=draw(st.integers(0, num_shards - 1)),
-            shared=["both"],
-            row_counts=counts,
-        )
-        for i, kind in enumerate(routing)
-    ]
-    # "both" goes to two tables; it has to be an id that either would take.
-    managed = {f for table in tables if table.zch is not None for f in table.features} - {"both"}
-    requests = []
-    keys = [f for table in tables for f in table.features if f != "both"] + ["both"]
-    for _ in range(draw(st.integers(1, 4))):
-        order = draw(st.permutations(keys))
-        batch_size = draw(st.integers(0, 3))
-        lengths = [[draw(st.integers(0, 4)) for _ in range(batch_size)] for _ in order]
-        values = [
-            draw(any_id if key in managed else row_number)
-            for key, lens in zip(order, lengths, strict=True)
-            for _ in range(sum(lens))
-        ]
-        requests.append((order, np.array(values, dtype=np.int64), np.array(lengths, dtype=np.int64)))
-    return num_shards, tables, requests, draw(st.permutations(range(num_shards)))
-
-
-@given(cases())
-def test_merge_of_route_is_the_direct_lookup_whatever_the_shards_and_their_order(case):
-    num_shards, tables, raw, answer_order = case
-    manifest, version = make_version(tables, num_shards)
-    valid = [
-        validate(
-            LookupRequest(collection="clicks", keys=tuple(order), values_N=values, lengths_FB=lengths, outputs=ALL),
-            version,
-            LIMITS,
-        )
-        for order, values, lengths in raw
-    ]
-    batch = prepare_batch(version, valid)
-    batch.embeddings_UD[:] = np.nan  # poison: a row that nobody writes shows
-    batch.row_ids_U[:] = -99
-    batch.hits_U[:] = True
-    written = np.zeros(batch.embeddings_UD.shape[0], dtype=int)
-    for shard in answer_order:
-        request = batch.shard_request(shard)
-        if request.ids_N.size:
-            place_reply(batch, shard, RuleShard(manifest, shard).answer(request))
-            written[batch.route.offsets_S1[shard] : batch.route.offsets_S1[shard + 1]] += 1
-    assert (written == 1).all()
-    by_feature = {}
-    for table in tables:
-        for feature, name in zip(table.features, table.embedding_names, strict=True):
-            by_feature.setdefault(feature, []).append((table.name, name))
-    for index, (order, values, lengths) in enumerate(raw):
-        reply = assemble_reply(batch, index)
-        ids = dict(zip(order, np.split(values, np.cumsum(lengths.sum(axis=1))[:-1]), strict=True))
-        blocks = [(table, name, ids[key], i) for i, key in enumerate(order) for table, name in by_feature[key]]
-        flat = np.concatenate([block[2] for block in blocks])
-        expected = np.concatenate([row_of(table, block) for table, _, block, _ in blocks])
-        assert reply.embedding_names_E == tuple(name for _, name, _, _ in blocks)
-        assert np.array_equal(reply.outputs[Output.EMBEDDINGS], expected)
-        assert np.array_equal(reply.outputs[Output.ROW_IDS], row_id_of(flat))
-        assert np.array_equal(reply.outputs[Output.HITS], hit_of(flat))
-        assert not reply.outputs[Output.MISSING].any()
-        unique, inverse = reply.outputs[Output.UNIQUE_EMBEDDINGS], reply.outputs[Output.INVERSE]
-        assert np.array_equal(unique[inverse], expected)
+@settings(max_examples=300)
+@given(st.data(), cases(), st.sampled_from([1, 4, 1024]))
+def test_merge_of_route_is_the_direct_lookup_whatever_the_shards_and_whichever_answer(data, case, worth_a_call):
+    num_shards = case.version.num_shards
+    avoid = data.draw(st.frozensets(st.integers(0, num_shards - 1)))
+    lost = data.draw(st.frozensets(st.integers(0, num_shards - 1)))
+    order = [shard for shard in data.draw(st.permutations(range(num_shards))) if shard not in lost]
+    with patch.object(spreading, "WORTH_A_CALL", worth_a_call):
+        batch = case.prepare(avoid=avoid)
+    poison(batch)
+    case.answer(batch, order)
+    sent = case.sent(batch)
+    for index, asked in enumerate(case.requests):
+        ids, expected = case.ids(asked), case.lookup(asked)
+        assert batch.shards_R[index] == {shard for one in ids for shard in sent[one]}
+        reply = assemble_reply(batch, index, batch.shards_R[index] & lost)
+        outputs = reply.outputs
+        missing = np.array([bool(lost.intersection(sent[one])) for one in ids], dtype=np.bool_)
+        assert reply.embedding_names_E == tuple(name for _, name, _ in case.blocks(asked))
+        assert np.array_equal(outputs[Output.MISSING], missing)
+        rows = np.where(missing[:, None], np.float32(0), expected[Output.EMBEDDINGS])
+        assert outputs[Output.EMBEDDINGS].tobytes() == rows.tobytes()
+        assert np.array_equal(outputs[Output.ROW_IDS], np.where(missing, NO_ROW, expected[Output.ROW_IDS]))
+        assert np.array_equal(outputs[Output.HITS], expected[Output.HITS] & ~missing)
+        assert np.array_equal(outputs[Output.OUTPUT_LENGTHS], expected[Output.OUTPUT_LENGTHS])
+        unique, inverse = outputs[Output.UNIQUE_EMBEDDINGS], outputs[Output.INVERSE]
+        assert unique[inverse].tobytes() == rows.tobytes()
         assert set(inverse.tolist()) == set(range(len(unique)))
-        assert np.array_equal(reply.lengths_EB, np.stack([lengths[i] for *_, i in blocks]))
-        assert np.array_equal(reply.outputs[Output.OUTPUT_LENGTHS], reply.lengths_EB.reshape(-1))
+
+
+@settings(max_examples=300)
+@given(st.data(), cases())
+def test_every_number_is_written_once_and_every_id_sent_where_it_has_to_be(data, case):
+    avoid = data.draw(st.frozensets(st.integers(0, case.version.num_shards - 1)))
+    batch = case.prepare(avoid=avoid)
+    written = [np.zeros(array.shape, dtype=int) for array in (batch.embeddings_UD, batch.row_ids_U, batch.hits_U)]
+    for shard in range(case.version.num_shards):
+        poison(batch)
+        case.answer(batch, [shard])
+        written[0] += ~np.isnan(batch.embeddings_UD)
+        written[1] += batch.row_ids_U != POISON
+        written[2] += batch.hits_U != POISON
+    assert all((times == 1).all() for times in written)
+    for (name, one), shards in case.sent(batch).items():
+        table = case.manifest.table(name)
+        homes = homes_of(table, one, case.version.num_shards)
+        if table.routing is Routing.COLUMNS:
+            assert sorted(shards) == sorted(homes)
+        else:
+            (shard,) = shards
+            assert shard in ((homes - avoid or homes) if table.routing is Routing.REPLICATED else homes)
+
+
+@settings(max_examples=300)
+@given(cases())
+def test_dedup_or_not_the_answer_is_the_same_to_the_byte(case):
+    everyone = range(case.version.num_shards)
+    plain = case.prepare()
+    with patch("service.batch.dedup_ids", lambda ids_N: (ids_N, np.arange(ids_N.size))):
+        whole = case.prepare()
+    assert sum(whole.unique_T) == sum(whole.ids_T) == sum(plain.ids_T)
+    for batch in (plain, whole):
+        case.answer(batch, everyone)
+    for index in range(len(case.requests)):
+        assert in_bytes(assemble_reply(plain, index)) == in_bytes(assemble_reply(whole, index))
+
+
+@settings(max_examples=300)
+@given(cases())
+def test_an_answer_does_not_depend_on_the_requests_before_it_or_beside_it(case):
+    everyone = range(case.version.num_shards)
+    together = case.prepare()
+    case.answer(together, everyone)
+    for index in range(len(case.requests)):
+        alone = case.prepare(index)
+        case.answer(alone, everyone)
+        assert in_bytes(assemble_reply(alone, 0)) == in_bytes(assemble_reply(together, index))
+
+
+def poison(batch):
+    """Fill the buffers with what no shard answers."""
+    batch.embeddings_UD = np.full_like(batch.embeddings_UD, np.nan)
+    batch.row_ids_U = np.full_like(batch.row_ids_U, POISON)
+    batch.hits_U = np.full(batch.hits_U.shape, POISON, dtype=np.int8)
+
+
+def in_bytes(reply):
+    """What a reply says; its unique form written out, for in which order it lists the rows is open."""
+    outputs = dict(reply.outputs)
+    outputs[Output.UNIQUE_EMBEDDINGS] = outputs[Output.UNIQUE_EMBEDDINGS][outputs.pop(Output.INVERSE)]
+    return {output: (array.dtype, array.shape, array.tobytes()) for output, array in outputs.items()}

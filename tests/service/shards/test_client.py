@@ -48,7 +48,8 @@ def ask(**changes):
         "version": 4,
         "ids_N": np.array([7, -7], dtype=np.int64),
         "table_lengths_T": np.array([2], dtype=np.int64),
-        "dim": 3,
+        "width": 3,
+        "num_rows": 2,
         "want_row_ids": True,
         "want_hits": True,
     }
@@ -97,13 +98,13 @@ async def test_a_request_names_model_base_version_and_only_the_wanted_outputs():
     assert sent["table_lengths"].tolist() == [2]
     assert sent["version"].tolist() == [4]
     assert answer.hits_N is None
-    assert np.array_equal(answer.embeddings_ND, np.arange(6, dtype=np.float32).reshape(2, 3))
+    assert np.array_equal(answer.embeddings_RW, np.arange(6, dtype=np.float32).reshape(2, 3))
 
 
 async def test_no_ids_are_an_ordinary_request():
     async with shard(always(reply(0))) as (client, _):
-        empty = ask(ids_N=np.empty(0, np.int64), table_lengths_T=np.zeros(1, np.int64))
-        assert (await client.lookup(empty, timeout_s=5)).embeddings_ND.shape == (0, 3)
+        empty = ask(num_rows=0, ids_N=np.empty(0, np.int64), table_lengths_T=np.zeros(1, np.int64))
+        assert (await client.lookup(empty, timeout_s=5)).embeddings_RW.shape == (0, 3)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +222,7 @@ async def settled(client, *, owed):
 async def test_a_large_reply_is_read_off_the_event_loop():
     rows = 200_000
     async with shard(always(reply(rows))) as (client, _):
-        many = ask(ids_N=np.zeros(rows, np.int64), table_lengths_T=np.array([rows]))
+        many = ask(num_rows=rows, ids_N=np.zeros(rows, np.int64), table_lengths_T=np.array([rows]))
         answer = await client.lookup(many, timeout_s=30)
-    assert answer.embeddings_ND.shape == (rows, 3)
-    assert answer.embeddings_ND[-1, -1] == rows * 3 - 1
+    assert answer.embeddings_RW.shape == (rows, 3)
+    assert answer.embeddings_RW[-1, -1] == rows * 3 - 1
