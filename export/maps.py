@@ -132,6 +132,12 @@ def _asked(ids_K: torch.Tensor, piece: MapPiece, training: TrainingBuckets) -> n
 
 def _read_mpzch(table: str, pieces: Sequence[MapPiece], training: TrainingBuckets) -> MapSource:
     first: Any = pieces[0].module
+    whole = (pieces[0].row_start, pieces[0].row_stop) == (0, training.row_edges[-1])
+    if first._disable_fallback and first._no_bag and not whole:
+        raise ExportError(
+            f"table {table}: trained on several ranks with no_bag, where each rank answers an id that it does not hold "
+            "with its own first row; that is not served; export with no_bag=False, which answers zeros"
+        )
     identities_R = torch.full((training.row_edges[-1],), -1, dtype=torch.int64)
     for piece in pieces:
         identities: Any = piece.module._hash_zch_identities

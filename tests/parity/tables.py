@@ -121,6 +121,8 @@ def refuse_mch(choice: Choice) -> str | None:
 def refuse_zch(choice: Choice, ranks: int) -> str | None:
     if choice["buckets"] % ranks:
         return "row-wise sharding cuts an MPZCH table between buckets only"
+    if choice["fallback"] == "no_bag" and ranks > 1:
+        return "each rank answers a miss with its own first row; the exporter refuses it"
     return None
 
 
