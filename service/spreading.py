@@ -38,12 +38,17 @@ def spread_ids(
     candidates = [shard for shard in holders if shard not in avoid] or list(holders)
     asked = [shard for shard in candidates if load_S[shard]]
     idle = [shard for shard in candidates if not load_S[shard]]
-    more = max(ids_U.size // WORTH_A_CALL, 0 if asked else 1)
-    if more < len(idle):
+    if idle:
         # By the ids, so that small batches take turns among the idle, and the same batch always takes the same.
         first = mix64(as_unsigned(int(np.add.reduce(ids_U)))) % len(idle)
-        idle = [*idle[first:], *idle[:first]][:more]
-    return _cut(level_loads({shard: int(load_S[shard]) for shard in sorted(asked + idle)}, ids_U.size))
+        idle = [*idle[first:], *idle[:first]]
+    shares = dict[int, int]()
+    for opened in range(len(idle), -1 if asked else 0, -1):
+        chosen = sorted(asked + idle[:opened])
+        shares = level_loads({shard: int(load_S[shard]) for shard in chosen}, ids_U.size)
+        if all(shares.get(shard, 0) >= WORTH_A_CALL for shard in idle[:opened]):
+            break
+    return _cut(shares)
 
 
 def level_loads(load: Mapping[int, int], num_ids: int) -> dict[int, int]:

@@ -38,18 +38,18 @@ class Asked:
     def values(self, key: str) -> np.ndarray:
         return np.array([one for sample in self.ids[key] for one in sample], dtype=np.int64)
 
-    def valid(self, version: ServedVersion) -> ValidRequest:
-        return validate(
-            LookupRequest(
-                collection="clicks",
-                keys=tuple(self.ids),
-                values_N=np.concatenate([self.values(key) for key in self.ids]),
-                lengths_FB=self.lengths(),
-                outputs=OUTPUTS,
-            ),
-            version,
-            LIMITS,
+    @property
+    def request(self) -> LookupRequest:
+        return LookupRequest(
+            collection="clicks",
+            keys=tuple(self.ids),
+            values_N=np.concatenate([self.values(key) for key in self.ids]),
+            lengths_FB=self.lengths(),
+            outputs=OUTPUTS,
         )
+
+    def valid(self, version: ServedVersion) -> ValidRequest:
+        return validate(self.request, version, LIMITS)
 
 
 @dataclass(frozen=True, kw_only=True)
