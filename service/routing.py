@@ -7,6 +7,7 @@ So merging is writing each reply to its places, every number once, and undoing t
 Shape suffixes: see ``service.types``; K counts the buffer's blocks.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -97,7 +98,7 @@ def split_by_shard(
         unique_T: For each table of the version, its unique ids, INT64 [U], in any order.
         avoid: Shards not to be asked for what another one holds too.
     """
-    load_S = np.zeros(version.num_shards, dtype=np.int64)
+    load_S = [0] * version.num_shards
     splits: dict[int, _Split] = {}
     # Replicated tables come last: they go where the others leave room.
     for t in sorted(range(len(unique_T)), key=lambda t: version.tables[t].routing is Routing.REPLICATED):
@@ -107,54 +108,46 @@ def split_by_shard(
     return _lay_out(version, [splits[t] for t in range(len(unique_T))])
 
 
-def _split(table: ServedTable, ids_U: NDArray[np.int64], load_S: NDArray[np.int64], avoid: frozenset[int]) -> _Split:
+def _split(table: ServedTable, ids_U: NDArray[np.int64], load_S: Sequence[int], avoid: frozenset[int]) -> _Split:
     if table.routing is Routing.REPLICATED:
         return _Split(ids_U=ids_U, order_U=None, parts=spread_ids(ids_U, table.holders, load_S, avoid))
     if table.routing is Routing.COLUMNS or len(table.holders) == 1:
         return _Split(ids_U=ids_U, order_U=None, parts=dict.fromkeys(table.holders, slice(0, ids_U.size)))
-    shard_U = shard_ids(table, ids_U, load_S.size)
-    stops_S = np.cumsum(np.bincount(shard_U, minlength=load_S.size)).tolist()
+    shard_U = shard_ids(table, ids_U, len(load_S))
     order_U = np.argsort(shard_U, kind="stable")  # 16-bit keys: numpy takes its radix sort
-    parts = {shard: slice(start, stop) for shard, (start, stop) in enumerate(zip([0, *stops_S], stops_S, strict=False))}
+    edges = itertools.accumulate(np.bincount(shard_U, minlength=len(load_S)).tolist(), initial=0)
+    parts = {shard: slice(*edge) for shard, edge in enumerate(itertools.pairwise(edges))}
     return _Split(ids_U=ids_U[order_U], order_U=order_U, parts=parts)
 
 
 def _lay_out(version: ServedVersion, splits_T: Sequence[_Split]) -> Route:
     """Give every id its row in the buffer: by block, in a shard's by its table order, in a table by the split's order."""
     cut = [t for t, table in enumerate(version.tables) if table.routing is Routing.COLUMNS]
-    sizes_K = [
-        sum(_size(splits_T[held.table].parts.get(s, _NONE)) for held in tables if held.table not in cut)
-        for s, tables in enumerate(version.tables_S)
-    ] + [splits_T[t].ids_U.size for t in cut]
-    offsets_K1 = np.concatenate([[0], np.cumsum(sizes_K)]).astype(np.int64)
-    starts = {t: int(offsets_K1[version.num_shards + c]) for c, t in enumerate(cut)}
-    positions_T = [np.empty(split.ids_U.size, dtype=np.int64) for split in splits_T]
-    for t, start in starts.items():
-        positions_T[t][:] = np.arange(start, start + positions_T[t].size)
-    ids_S: list[NDArray[np.int64]] = []
-    table_lengths_S: list[NDArray[np.int64]] = []
+    sizes_T = [split.ids_U.size for split in splits_T]
+    edges = list(itertools.accumulate((sizes_T[t] for t in cut), initial=sum(sizes_T) - sum(sizes_T[t] for t in cut)))
+    starts = dict(zip(cut, edges, strict=False))
+    positions_T = [np.arange(starts.get(t, 0), starts.get(t, 0) + size) for t, size in enumerate(sizes_T)]
+    offsets, ids_S, table_lengths_S = [0], list[NDArray[np.int64]](), list[NDArray[np.int64]]()
     for s, tables in enumerate(version.tables_S):
-        parts, row = [], int(offsets_K1[s])
+        ids, row = list[NDArray[np.int64]](), offsets[-1]
         for held in tables:
-            split = splits_T[held.table]
-            part = split.parts.get(s, _NONE)
-            parts.append(split.ids_U[part])
+            part = splits_T[held.table].parts.get(s, _NONE)
+            ids.append(splits_T[held.table].ids_U[part])
             if held.table not in starts:
-                positions_T[held.table][part] = np.arange(row, row + _size(part))
-                row += _size(part)
-        ids_S.append(parts[0] if len(parts) == 1 else np.concatenate([*parts, np.empty(0, dtype=np.int64)]))
-        table_lengths_S.append(np.array([part.size for part in parts], dtype=np.int64))
+                positions_T[held.table][part] = np.arange(row, row + ids[-1].size)
+                row += ids[-1].size
+        offsets.append(row)
+        ids_S.append(ids[0] if len(ids) == 1 else np.concatenate([*ids, np.empty(0, dtype=np.int64)]))
+        table_lengths_S.append(np.array([part.size for part in ids], dtype=np.int64))
     return Route(
-        offsets_K1=offsets_K1,
+        offsets_K1=np.array([*offsets, *edges[1:]], dtype=np.int64),
         shards_K=(
             *(frozenset({s}) for s in range(version.num_shards)),
             *(frozenset(version.tables[t].holders) for t in cut),
         ),
         ids_S=tuple(ids_S),
         table_lengths_S=tuple(table_lengths_S),
-        landings_S=tuple(
-            _land(version, s, lengths_T, int(offsets_K1[s]), starts) for s, lengths_T in enumerate(table_lengths_S)
-        ),
+        landings_S=tuple(_land(version, s, table_lengths_S[s], offsets[s], starts) for s in range(version.num_shards)),
         rows_T=tuple(_unsort(rows, split.order_U) for rows, split in zip(positions_T, splits_T, strict=True)),
     )
 
@@ -184,11 +177,6 @@ def _landing(
     at: int, row: int, size: int, *, width: int, pieces: tuple[tuple[slice, slice], ...], leads: bool
 ) -> Landing:
     return Landing(ids=slice(at, at + size), rows=slice(row, row + size), width=width, pieces=pieces, leads=leads)
-
-
-def _size(part: slice) -> int:
-    size: int = part.stop - part.start
-    return size
 
 
 def _unsort(sorted_U: NDArray[np.int64], order_U: NDArray[np.int64] | None) -> NDArray[np.int64]:

@@ -19,7 +19,7 @@ is asked for no fewer."""
 
 
 def spread_ids(
-    ids_U: NDArray[np.int64], holders: Sequence[int], load_S: NDArray[np.int64], avoid: frozenset[int]
+    ids_U: NDArray[np.int64], holders: Sequence[int], load_S: Sequence[int], avoid: frozenset[int]
 ) -> dict[int, slice]:
     """Cut a replicated table's ids into one run for each shard that is to answer some.
 
@@ -29,7 +29,7 @@ def spread_ids(
     Args:
         ids_U: Unique ids, INT64 [U].
         holders: The shards that hold the table.
-        load_S: Ids that the batch sends to each shard already, INT64 [S].
+        load_S: Ids that the batch sends to each shard already, [S].
         avoid: Shards not to be asked as long as another holds the table.
 
     Returns:
@@ -45,7 +45,7 @@ def spread_ids(
     shares = dict[int, int]()
     for opened in range(len(idle), -1 if asked else 0, -1):
         chosen = sorted(asked + idle[:opened])
-        shares = level_loads({shard: int(load_S[shard]) for shard in chosen}, ids_U.size)
+        shares = level_loads({shard: load_S[shard] for shard in chosen}, ids_U.size)
         if all(shares.get(shard, 0) >= WORTH_A_CALL for shard in idle[:opened]):
             break
     return _cut(shares)

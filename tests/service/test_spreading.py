@@ -37,8 +37,7 @@ def test_water_fills_the_lightest_to_one_level_and_leaves_the_others_alone(load,
     st.frozensets(st.integers(0, 7)),
 )
 def test_the_runs_cover_all_ids_once_on_shards_that_hold_the_table(load, holders, count, avoid):
-    load_S = np.array(load, dtype=np.int64)
-    parts = spread_ids(ids(count), holders, load_S, avoid)
+    parts = spread_ids(ids(count), holders, load, avoid)
     covered = np.concatenate([ids(count)[part] for part in parts.values()] or [ids(0)])
     assert np.array_equal(np.sort(covered), ids(count))
     assert set(parts) <= (set(holders) - avoid or set(holders))
@@ -47,23 +46,23 @@ def test_the_runs_cover_all_ids_once_on_shards_that_hold_the_table(load, holders
 
 
 def test_what_the_shards_do_anyway_is_evened_out():
-    load_S = np.array([9_000, 1_000, 5_000], dtype=np.int64)
+    load_S = [9_000, 1_000, 5_000]
     assert sizes(spread_ids(ids(6_000), [0, 1, 2], load_S, NOBODY)) == {1: 5_000, 2: 1_000}
 
 
 @pytest.mark.parametrize("count", [1, WORTH_A_CALL - 1])
 def test_a_few_ids_stay_with_the_shards_that_are_asked_anyway(count):
-    load_S = np.array([0, 5, 0, 0], dtype=np.int64)
+    load_S = [0, 5, 0, 0]
     assert sizes(spread_ids(ids(count), [0, 1, 2, 3], load_S, NOBODY)) == {1: count}
 
 
 def test_many_ids_are_spread_over_all_holders():
-    parts = spread_ids(ids(4 * WORTH_A_CALL), [3, 0, 2, 1], np.zeros(4, dtype=np.int64), NOBODY)
+    parts = spread_ids(ids(4 * WORTH_A_CALL), [3, 0, 2, 1], [0] * 4, NOBODY)
     assert sizes(parts) == dict.fromkeys(range(4), WORTH_A_CALL)
 
 
 def test_small_batches_take_turns_and_the_same_batch_always_takes_the_same_shard():
-    idle_S = np.zeros(4, dtype=np.int64)
+    idle_S = [0] * 4
     taken = [[*spread_ids(ids(3, first), [0, 1, 2, 3], idle_S, NOBODY)] for first in range(400)]
     assert taken == [[*spread_ids(ids(3, first), [0, 1, 2, 3], idle_S, NOBODY)] for first in range(400)]
     assert all(len(shards) == 1 for shards in taken)
@@ -71,6 +70,6 @@ def test_small_batches_take_turns_and_the_same_batch_always_takes_the_same_shard
 
 
 def test_a_shard_to_avoid_is_asked_only_when_no_other_holds_the_table():
-    load_S = np.array([10, 0], dtype=np.int64)
+    load_S = [10, 0]
     assert set(spread_ids(ids(2), [0, 1], load_S, frozenset({0}))) == {1}
     assert set(spread_ids(ids(2), [0], load_S, frozenset({0}))) == {0}
