@@ -22,12 +22,13 @@ from benchmarks.report import Comparison
 from benchmarks.rounds import Spent, alternate, await_quiet
 from benchmarks.shapes import FEATURE, SEED, TABLE, build_full_map, map_of, weight_of
 from export.contract import RowDtype, Unknown
+from export.mapped import MappedFile, map_safetensors
 from export.placement import place_tables
 from export.plans import Plan
 from export.progress import Progress, silent
 from export.reading import read_collection
 from export.shard_state import build_state
-from export.state import PlacedTable, map_state, write_state
+from export.state import PlacedTable, write_state
 from export.trace import load_exported, trace_shard
 
 IDS_PER_CALL = 65_536
@@ -71,7 +72,7 @@ def build_workbench(num_ids: int, folder: Path) -> Workbench:
     state = build_state(0, 1, [placed], dim=DIM, row_dtype=RowDtype.FP32)
     write_state(path, state, silent)
     program = trace_shard(state.kind)
-    return _set_up(module, load_exported(program.exported), map_state(path, program.state_names))
+    return _set_up(module, load_exported(program.exported), map_safetensors(MappedFile(path), program.state_names))
 
 
 def _set_up(module: ManagedCollisionEmbeddingCollection, program: nn.Module, state: list[torch.Tensor]) -> Workbench:

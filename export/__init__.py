@@ -7,9 +7,9 @@ this package must stay free of heavy imports: the public functions are loaded wh
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from export.collection import export_collection, verify_version
+    from export.collection import export_collection, export_sharded, verify_version
 
-__all__ = ["export_collection", "verify_version"]
+__all__ = ["export_collection", "export_sharded", "verify_version"]
 
 
 def __getattr__(name: str) -> Any:

@@ -5,8 +5,7 @@ Collects what the other modules make: traced programs, states, input hashes, the
 
 import importlib.metadata
 import importlib.resources
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +42,8 @@ class VersionOrder:
     """Everything that decides what a version holds."""
 
     collection: str
-    version: int
+    version: int = 0
+    """Chosen once the collection is locked."""
     num_shards: int
     source: CollectionSource
     tables: tuple[PlacedTable, ...]
@@ -56,15 +56,17 @@ class VersionOrder:
     """Of each shard; none: the CPU for all."""
 
 
-def write_version(directory: Path, order: VersionOrder, on_progress: Progress) -> Iterator[StateFile | Shard]:
-    """Write every file but the manifest into an empty directory.
+def write_version(
+    directory: Path, order: VersionOrder, shards: Iterable[int], on_progress: Progress, *, hashes: bool = True
+) -> Iterator[StateFile | Shard]:
+    """Write the files of shards, and the input hashes if so asked, into a directory that has none of them.
 
     Yields:
         Each file with its path relative to the directory, and each shard after its files.
     """
-    for name, content in order.input_hashes.contents.items():
+    for name, content in order.input_hashes.contents.items() if hashes else ():
         yield write_file(directory / name, content)
-    for index in range(order.num_shards):
+    for index in shards:
         place = shard_dir(directory, index)
         place.mkdir()
         state = build_state(index, order.num_shards, order.tables, dim=order.source.dim, row_dtype=order.row_dtype)
@@ -81,17 +83,19 @@ def write_version(directory: Path, order: VersionOrder, on_progress: Progress) -
         )
 
 
-def describe_version(order: VersionOrder, files: tuple[StateFile, ...], shards: tuple[Shard, ...]) -> Manifest:
+def describe_version(
+    order: VersionOrder, files: tuple[StateFile, ...], shards: tuple[Shard, ...], *, created_s: float
+) -> Manifest:
     """The manifest of a version that has been written."""
     return Manifest(
         collection=order.collection,
         version=order.version,
-        created_s=time.time(),
+        created_s=created_s,
         runtime=order.runtime,
         need_indices=order.source.need_indices,
         num_shards=order.num_shards,
         dim=order.source.dim,
-        tables=tuple(_describe_table(order, table) for table in order.tables),
+        tables=tuple(_describe_table(order, table, shards) for table in order.tables),
         shards=shards,
         files=files,
         toolchain=Toolchain(
@@ -118,15 +122,16 @@ def _write_shard(place: Path, state: ShardState, runtime: Runtime, on_progress: 
     yield write_file(place / BYTECODE_GUARD, b"")
 
 
-def _describe_table(order: VersionOrder, table: PlacedTable) -> Table:
+def _describe_table(order: VersionOrder, table: PlacedTable, shards: tuple[Shard, ...]) -> Table:
     source = table.source
     zch = None
     if source.map is not None:
+        held = [entry for shard in shards for entry in shard.tables if entry.table == source.name]
         zch = Zch(
             policy=source.map.policy,
             size=source.rows,
-            occupied=int(source.map.ids_K.shape[0]),
-            open_slots=source.map.open_slots,
+            occupied=sum(entry.zch_rows for entry in held),
+            open_slots=sum(entry.zch_open_slots for entry in held),
         )
     return Table(
         name=source.name,

@@ -60,6 +60,7 @@ def check_version(
         for table in source.tables:
             for ids_N in sweep_ids(table):
                 compared += _compare(version, source, {table.name: ids_N}, raw=False, all_programs=False)
+                version.release()
                 done += int(ids_N.shape[0]) * row_bytes
                 on_progress(step, min(done, total), total)
     return compared
@@ -122,17 +123,17 @@ class _Asked:
 
 
 def _route(version: LoadedVersion, table: TableSource, ids_N: torch.Tensor) -> Mapping[int, _Asked]:
-    """By shard that is checked: its ids and the module's answers, looked up once for each id that one of them is asked."""
+    """By shard that is checked: its ids and the module's answers, of the columns that it has."""
     entry = version.manifest.table(table.name)
     holders = [shard for shard in version.programs if entry.pieces_on(shard)]
-    if entry.routing in {Routing.COLUMNS, Routing.REPLICATED}:
-        asked = _Asked(ids_M=ids_N, answer=look_up(table, ids_N, entry.unknown)) if holders else None
-        return {} if asked is None else dict.fromkeys(holders, asked)
-    shards = torch.from_numpy(shard_of(entry, ids_N, version.manifest.num_shards))
+    shards = None
+    if entry.routing not in {Routing.COLUMNS, Routing.REPLICATED}:
+        shards = torch.from_numpy(shard_of(entry, ids_N, version.manifest.num_shards))
     found = {}
     for shard in holders:
-        ids_M = ids_N[shards == shard]
-        found[shard] = _Asked(ids_M=ids_M, answer=look_up(table, ids_M, entry.unknown))
+        ids_M = ids_N if shards is None else ids_N[shards == shard]
+        spans = [slice(piece.col_start, piece.col_stop) for piece in entry.pieces_on(shard)]
+        found[shard] = _Asked(ids_M=ids_M, answer=look_up(table, ids_M, entry.unknown, columns=spans))
     return found
 
 
@@ -159,16 +160,14 @@ def shard_of(table: Table, ids_N: torch.Tensor, num_shards: int) -> np.ndarray[t
 
 def _hold(table: Table, shard: Shard, want: _Asked, got: Answer, *, where: str) -> None:
     """Raise ExportError when a shard's answer is not the module's, in the format in which its rows are stored."""
-    pieces = table.pieces_on(shard.index)
-    parts = [want.answer.embeddings_ND[:, piece.col_start : piece.col_stop or table.dim] for piece in pieces]
-    rows_MC = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    rows_MC = want.answer.embeddings_ND
     if table.row_dtype is RowDtype.FP16:
         rows_MC = rows_MC.half().float()
     if table.row_dtype is RowDtype.INT8:
         bound = next(entry.max_error for entry in shard.tables if entry.table == table.name)
         numbers = (got.embeddings_ND - rows_MC).abs() > bound
     else:
-        numbers = got.embeddings_ND.view(torch.int32) != rows_MC.contiguous().view(torch.int32)
+        numbers = got.embeddings_ND.view(torch.int32) != rows_MC.view(torch.int32)
     differs = numbers.any(1) | (got.row_ids_N != want.answer.row_ids_N) | (got.hits_N != want.answer.hits_N)
     if not bool(differs.any()):
         return

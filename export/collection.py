@@ -3,41 +3,34 @@
 Public: ``export_collection`` and ``verify_version``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from torch import nn
 from torchrec.distributed.types import ParameterSharding
 
-from export.assembly import VersionOrder, describe_version, write_version
+from export.assembly import VersionOrder
+from export.building import build_version
 from export.check import check_version
-from export.contract import (
-    Manifest,
-    OutOfRange,
-    RowDtype,
-    Runtime,
-    Shard,
-    StateFile,
-    Unknown,
-    check_collection_name,
-    version_dir,
-)
+from export.contract import Manifest, OutOfRange, RowDtype, Runtime, Unknown, check_collection_name, version_dir
 from export.errors import ExportError
 from export.input_hash import trace_input_hashes
 from export.maps import Evicted
 from export.placement import choose_plan, place_tables
 from export.plans import Plan
 from export.progress import Progress, silent
-from export.publish import choose_version, lock_collection, publish, stage
-from export.published import check_files, check_runtime, find_version
+from export.published import check_files, find_version
 from export.reading import read_collection
+from export.restoring import restore_collection
+from export.sharded import read_sharded, sharding_plan_of
+from export.sharding_plan import read_sharding_plan
 from export.skew import warn_of_skew
 from export.source import CollectionSource
 from export.state import PlacedTable
-from export.triton_config import render_config
+from export.team import Alone, Ranks, Team
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
@@ -68,6 +61,8 @@ def export_collection(
     runtime: str = Runtime.PYTHON,
     device: str | None = None,
     evicted: Evicted = "refuse",
+    checkpoint: str | Path | Mapping[str, Any] | None = None,
+    team: Team | None = None,
     on_progress: Progress = silent,
 ) -> Manifest:
     """Write a TorchRec collection as a version of a Triton model repository, checked against the module first.
@@ -91,6 +86,10 @@ def export_collection(
         device: Where every shard's state lies, ``cpu`` or ``cuda:N``; None: as the plan says, else the CPU.
         evicted: What to do when ids were evicted and ``evict()`` was not called: ``refuse``, or ``reset``, which serves
             the rows that it would name as zeros.
+        checkpoint: A ``torch.distributed.checkpoint`` directory, or a state dict, that holds the numbers; the module then
+            gives the configs only, and may be on the meta device. What W ranks trained is served as they answered.
+        team: ``export.team.Ranks()`` when every rank of a process group calls this: each writes a share of the shards,
+            into a repository on a file system that they share. None: this process does it all.
         on_progress: Told (step, done, of how many).
 
     Returns:
@@ -100,36 +99,111 @@ def export_collection(
         ExportError: The module, the plan or an option cannot be served, the version exists, another export runs, the
             disk is full, or the artifacts do not answer as the module does. Nothing is published.
     """
-    root = Path(repo)
+    workers: Team = Alone() if team is None else team
+    order = workers.each(
+        lambda: _order(
+            _read(module, checkpoint, evicted),
+            lambda source: choose_plan(source, num_shards=num_shards, plan=plan, device=device),
+            name=name,
+            unknown=unknown,
+            out_of_range=out_of_range,
+            row_dtype=row_dtype,
+            runtime=runtime,
+        )
+    )
+    shards = range(workers.rank, order.num_shards, workers.size)
+    return build_version(Path(repo), order, version, team=workers, shards=shards, on_progress=on_progress)
+
+
+def export_sharded(
+    module: nn.Module,
+    repo: str | Path,
+    *,
+    name: str,
+    version: int | None = None,
+    unknown: str = Unknown.TRAINING,
+    out_of_range: str = OutOfRange.REJECT,
+    row_dtype: str = RowDtype.FP32,
+    runtime: str = Runtime.PYTHON,
+    device: str | None = None,
+    evicted: Evicted = "refuse",
+    on_progress: Progress = silent,
+) -> Manifest:
+    """Write a live sharded collection as a version: called by every rank, each writes the shard of its own number.
+
+    No row leaves its rank. Tables are served as they are sharded: table-wise, row-wise, column-wise, data-parallel, and
+    managed collision by training's own routing. The version appears after all ranks are done, or not at all.
+
+    Args:
+        module: A ``ShardedEmbeddingCollection`` or ``ShardedManagedCollisionEmbeddingCollection``, alone or wrapped in
+            ``DistributedModelParallel``.
+        repo: The model repository, on a file system that all ranks share.
+        name: See ``export_collection``, also for the options that follow.
+        version: As there.
+        unknown: As there.
+        out_of_range: As there.
+        row_dtype: As there; ``int8`` needs whole rows, so not with column-wise tables.
+        runtime: As there.
+        device: As there; None: the device that each rank's tables are on.
+        evicted: As there.
+        on_progress: Told of this rank's steps.
+
+    Returns:
+        The manifest of the new version, on every rank.
+
+    Raises:
+        ExportError: Something failed on a rank; it is named on all of them. Nothing is published.
+    """
+    team = Ranks()
+    order = team.each(
+        lambda: _order(
+            read_sharded(module, evicted=evicted, row_dtype=row_dtype),
+            lambda source: read_sharding_plan(source, sharding_plan_of(module), device=device, shards=team.size),
+            name=name,
+            unknown=unknown,
+            out_of_range=out_of_range,
+            row_dtype=row_dtype,
+            runtime=runtime,
+        )
+    )
+    return build_version(Path(repo), order, version, team=team, shards=[team.rank], on_progress=on_progress)
+
+
+def _read(module: nn.Module, checkpoint: str | Path | Mapping[str, Any] | None, evicted: Evicted) -> CollectionSource:
     if evicted not in get_args(Evicted):
         raise ExportError(f"evicted {evicted!r}: use one of {', '.join(get_args(Evicted))}")
-    source = read_collection(module, evicted=evicted)
-    cut = choose_plan(source, num_shards=num_shards, plan=plan, device=device)
+    if checkpoint is None:
+        return read_collection(module, evicted=evicted)
+    return restore_collection(module, checkpoint)
+
+
+def _order(
+    source: CollectionSource,
+    choose: Callable[[CollectionSource], Plan],
+    *,
+    name: str,
+    unknown: str,
+    out_of_range: str,
+    row_dtype: str,
+    runtime: str,
+) -> VersionOrder:
     checked_name = _check_name(name)
+    cut = choose(source)
     tables = _place(source, cut, _choice(Unknown, "unknown", unknown))
     range_rule = _choice(OutOfRange, "out_of_range", out_of_range)
-    served_by = _choice(Runtime, "runtime", runtime)
     _check_options(source, tables, range_rule)
     warn_of_skew(tables, cut.shards)
-    hashes = trace_input_hashes(source)
-    try:
-        with lock_collection(root, checked_name):
-            check_runtime(root, checked_name, served_by)
-            order = VersionOrder(
-                collection=checked_name,
-                version=choose_version(root, checked_name, version),
-                num_shards=cut.shards,
-                source=source,
-                tables=tables,
-                input_hashes=hashes,
-                out_of_range=range_rule,
-                row_dtype=_choice(RowDtype, "row_dtype", row_dtype),
-                runtime=served_by,
-                devices=cut.devices,
-            )
-            return _export(root, order, on_progress)
-    except OSError as exc:
-        raise ExportError(f"{exc.filename or root}: {exc.strerror or exc}; nothing was published") from exc
+    return VersionOrder(
+        collection=checked_name,
+        num_shards=cut.shards,
+        source=source,
+        tables=tables,
+        input_hashes=trace_input_hashes(source),
+        out_of_range=range_rule,
+        row_dtype=_choice(RowDtype, "row_dtype", row_dtype),
+        runtime=_choice(Runtime, "runtime", runtime),
+        devices=cut.devices,
+    )
 
 
 def verify_version(
@@ -138,6 +212,8 @@ def verify_version(
     module: nn.Module,
     version: int | None = None,
     *,
+    checkpoint: str | Path | Mapping[str, Any] | None = None,
+    evicted: Evicted = "refuse",
     on_progress: Progress = silent,
 ) -> VerifyReport:
     """Hold a published version against a module: checksums of every file, links, then every answer.
@@ -147,13 +223,15 @@ def verify_version(
         name: The collection.
         module: What the version was exported from; left as it was found.
         version: None: the newest.
+        checkpoint: What it was exported with, see ``export_collection``.
+        evicted: As there.
         on_progress: Told (step, done, of how many).
 
     Raises:
         ExportError: The version is not there, a file is damaged, or an answer differs; names which.
     """
     root = Path(repo)
-    source = read_collection(module)
+    source = _read(module, checkpoint, evicted)
     manifest = find_version(root, name, version)
     try:
         check_files(root, manifest, on_progress)
@@ -168,21 +246,6 @@ def verify_version(
         bytes=sum(file.size_bytes for file in manifest.files),
         ids=ids,
     )
-
-
-def _export(root: Path, order: VersionOrder, on_progress: Progress) -> Manifest:
-    files: list[StateFile] = []
-    shards: list[Shard] = []
-    with stage(root, order.collection, order.version) as directory:
-        for written in write_version(directory, order, on_progress):
-            if isinstance(written, Shard):
-                shards.append(written)
-            else:
-                files.append(written)
-        manifest = describe_version(order, tuple(files), tuple(shards))
-        check_version(directory, manifest, order.source, on_progress)
-        publish(root, directory, manifest, [render_config(shard, manifest.runtime) for shard in shards])
-    return manifest
 
 
 def _place(source: CollectionSource, plan: Plan, unknown: Unknown) -> tuple[PlacedTable, ...]:

@@ -17,8 +17,8 @@ from torch import nn
 from export.contract import Manifest, Runtime, Shard, shard_dir
 from export.contract.layout import PROGRAM_FILE, STATE_FILE, TORCHSCRIPT_FILE
 from export.errors import ExportError
+from export.mapped import MappedFile, map_safetensors
 from export.oracle import Answer
-from export.state import map_state
 from export.trace import load_exported, load_torchscript
 
 Lookup = Callable[[Shard, Sequence[torch.Tensor]], list[Answer]]
@@ -46,6 +46,13 @@ class LoadedVersion:
     """By shard, in the order of ``Shard.state``; none for shards that hold their own."""
     input_hashes: Mapping[str, nn.Module]
     """By file name."""
+    files: tuple[MappedFile, ...] = ()
+    """What the states are mapped from."""
+
+    def release(self) -> None:
+        """Give back the pages of the states, which would otherwise pile up to the size of all shards."""
+        for file in self.files:
+            file.release()
 
     def check_maps(self) -> None:
         """A map holds as many ids as the manifest says; with every known id found later, it holds no other.
@@ -77,16 +84,17 @@ def load_version(directory: Path, manifest: Manifest, shards: Collection[int]) -
         if manifest.runtime is Runtime.PYTORCH:
             embedded = {index: {TORCHSCRIPT_FILE: _embedded(directory, manifest.shards[index])} for index in chosen}
             return LoadedVersion(manifest=manifest, programs=embedded, states={}, input_hashes=hashes)
-        states = {
-            index: map_state(shard_dir(directory, index) / STATE_FILE, manifest.shards[index].state) for index in chosen
-        }
+        files = {index: MappedFile(shard_dir(directory, index) / STATE_FILE) for index in chosen}
+        states = {index: map_safetensors(files[index], manifest.shards[index].state) for index in chosen}
         loaded: dict[str, nn.Module] = {}
         programs = {index: _programs(shard_dir(directory, index), states[index], loaded) for index in chosen}
     except ExportError:
         raise
     except Exception as exc:  # upstream's loaders raise what they like
         raise ExportError(f"{directory}: its files cannot be loaded: {exc}") from exc
-    return LoadedVersion(manifest=manifest, programs=programs, states=states, input_hashes=hashes)
+    return LoadedVersion(
+        manifest=manifest, programs=programs, states=states, input_hashes=hashes, files=tuple(files.values())
+    )
 
 
 def _programs(place: Path, state: list[torch.Tensor], loaded: dict[str, nn.Module]) -> Mapping[str, Lookup]:

@@ -8,7 +8,7 @@ which rank an id goes to. Sentinel ids are unknown by rule, although they "hit" 
 Shape suffixes: N ids, D embedding dimension.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -64,10 +64,13 @@ def hash_ids(table: TableSource, ids_N: torch.Tensor) -> torch.Tensor:
     return _values(table.map.pieces[0].module, ids_N.clone(), method="preprocess")
 
 
-def look_up(table: TableSource, ids_N: torch.Tensor, unknown: Unknown) -> Answer:
+def look_up(
+    table: TableSource, ids_N: torch.Tensor, unknown: Unknown, *, columns: Sequence[slice] = (slice(None),)
+) -> Answer:
     """What the trained module answers to ids INT64 [N] after the input hash; call it inside ``eval_mode``.
 
-    An id without a row (a plain table's that is out of range) gets zeros, row id −1 and no hit.
+    An id without a row (a plain table's that is out of range) gets zeros, row id −1 and no hit. Of each row, the given
+    columns, one span after the other.
     """
     if table.map is None:
         hits_N = (ids_N >= 0) & (ids_N < table.rows)
@@ -76,7 +79,9 @@ def look_up(table: TableSource, ids_N: torch.Tensor, unknown: Unknown) -> Answer
         rows_N, hits_N = _remap(table.map, ids_N)
         if unknown is Unknown.ZERO:
             rows_N = torch.where(hits_N, rows_N, NO_ROW)
-    return Answer(embeddings_ND=table.numbers.gather(rows_N), row_ids_N=rows_N, hits_N=hits_N)
+    parts = [table.numbers.gather(rows_N, columns=span) for span in columns]
+    rows_ND = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    return Answer(embeddings_ND=rows_ND, row_ids_N=rows_N, hits_N=hits_N)
 
 
 def _remap(source: MapSource, ids_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,8 +4,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignore[attr-defined]
-from torch.distributed.tensor import DTensor
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
@@ -17,6 +15,7 @@ from export.contract import TrainingBuckets
 from export.errors import ExportError
 from export.maps import Evicted, check_served, read_map, unconsumed_rows
 from export.rows import RowPiece, TableRows
+from export.shards import local_shards
 from export.source import CollectionSource, MapPiece, MapSource, TableSource
 
 
@@ -135,7 +134,7 @@ def read_rows(config: Any, weight: Any, zeroed: torch.Tensor | None = None) -> T
     shape = (config.num_embeddings, config.embedding_dim)
     if tuple(weight.shape) != shape:
         raise ExportError(f"table {config.name}: its rows have shape {tuple(weight.shape)}, its config says {shape}")
-    pieces = [_check_piece(config.name, piece) for piece in local_pieces(weight)]
+    pieces = [check_piece(config.name, make_piece(*shard)) for shard in local_shards(weight)]
     held = sum(piece.numbers.numel() for piece in pieces)
     if held != shape[0] * shape[1]:
         raise ExportError(
@@ -145,25 +144,9 @@ def read_rows(config: Any, weight: Any, zeroed: torch.Tensor | None = None) -> T
     return TableRows(table=config.name, rows=shape[0], dim=shape[1], pieces=pieces, zeroed=zeroed)
 
 
-def local_pieces(weight: Any) -> list[RowPiece]:
-    """This process's rectangles of a [R, D] tensor, sharded or not; nothing is copied."""
-    if isinstance(weight, ShardedTensor):
-        return [_piece(shard.tensor.detach(), *shard.metadata.shard_offsets) for shard in weight.local_shards()]
-    if isinstance(weight, DTensor):
-        local: Any = weight.to_local()
-        if hasattr(local, "local_shards"):  # torchrec.distributed.shards_wrapper.LocalShardsWrapper
-            return [
-                _piece(shard.detach(), *offsets)
-                for shard, offsets in zip(local.local_shards(), local.local_offsets(), strict=True)
-            ]
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        _, offsets = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-        return [_piece(local.detach(), *offsets)]
-    return [_piece(weight.detach(), 0, 0)]
-
-
-def _piece(numbers: torch.Tensor, row: int, column: int) -> RowPiece:
+def make_piece(offsets: tuple[int, ...], numbers: torch.Tensor) -> RowPiece:
+    """The rectangle of a [R, D] tensor that begins at ``offsets``."""
+    row, column = offsets
     return RowPiece(
         row_start=row,
         row_stop=row + int(numbers.shape[0]),
@@ -173,7 +156,8 @@ def _piece(numbers: torch.Tensor, row: int, column: int) -> RowPiece:
     )
 
 
-def _check_piece(table: str, piece: RowPiece) -> RowPiece:
+def check_piece(table: str, piece: RowPiece) -> RowPiece:
+    """The piece, if its numbers can be served; else raises ExportError."""
     if piece.numbers.is_meta:
         raise ExportError(f"table {table}: its rows are on the meta device; pass the checkpoint they are in")
     if not piece.numbers.is_floating_point() or type(piece.numbers) not in (torch.Tensor, nn.Parameter):

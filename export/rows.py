@@ -5,7 +5,7 @@ Must not know how a table got its rows, nor what is done with them. Nothing is c
 Shape suffixes: N rows asked for, C columns asked for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,8 @@ class RowPiece:
     col_stop: int
     numbers: torch.Tensor
     """[row_stop - row_start, col_stop - col_start], floating point, on any device; may be mapped from a file."""
+    release: Callable[[], None] | None = None
+    """Gives back the pages of a mapped piece, which would otherwise pile up to the size of the table."""
 
 
 class TableRows:
@@ -62,6 +64,8 @@ class TableRows:
             piece = self.pieces[0]
             self._check(self._held(piece, start, stop, first, last), (stop - start) * (last - first))
             rows, cols = slice(start - piece.row_start, stop - piece.row_start), self._within(piece, first, last)
+            if piece.release is not None:
+                piece.release()  # what was read before; a view of what is read now comes back as it is looked at
             return piece.numbers[rows, cols].float().cpu().contiguous()
         out = torch.zeros(stop - start, last - first)
         held = 0
@@ -74,6 +78,8 @@ class TableRows:
                     a - piece.row_start : b - piece.row_start, c - piece.col_start : d - piece.col_start
                 ]
                 out[a - start : b - start, c - first : d - first] = part
+                if piece.release is not None:
+                    piece.release()
         self._check(held, out.numel())
         zeroed = self._zeroed[(self._zeroed >= start) & (self._zeroed < stop)]
         out[zeroed - start] = 0.0
@@ -99,6 +105,8 @@ class TableRows:
             numbers = piece.numbers if cols == slice(0, piece.numbers.shape[1]) else piece.numbers[:, cols]
             out[chosen, c - first : d - first] = numbers.index_select(0, local).float().cpu()
             held += int(local.shape[0]) * (d - c)
+            if piece.release is not None:
+                piece.release()
         self._check(held, int((rows_N != NO_ROW).sum()) * (last - first))
         if self._zeroed.numel():
             out[torch.isin(rows_N, self._zeroed)] = 0.0

@@ -32,7 +32,9 @@ class _Rectangle:
     cols: int
 
 
-def read_sharding_plan(source: CollectionSource, plan: object, *, device: str | None = None) -> Plan:
+def read_sharding_plan(
+    source: CollectionSource, plan: object, *, device: str | None = None, shards: int | None = None
+) -> Plan:
     """Our plan for TorchRec's.
 
     Args:
@@ -40,6 +42,7 @@ def read_sharding_plan(source: CollectionSource, plan: object, *, device: str | 
         plan: An ``EmbeddingModuleShardingPlan``, or any dict of ``ParameterSharding`` by table: one module's entry of a
             ``ShardingPlan``.
         device: Given, the plan's own devices do not count; None: each rank's device comes from its placements.
+        shards: How many there are; None: up to the highest rank that the plan names.
 
     Raises:
         ExportError: It is no such plan, is for other tables, names no rank, or cuts a table in a way that is not
@@ -55,7 +58,10 @@ def read_sharding_plan(source: CollectionSource, plan: object, *, device: str | 
         if table.name not in shardings:
             raise ExportError(f"plan: table {table.name} is missing; a TorchRec plan names every table")
         tables[table.name] = _read_table(table, shardings[table.name])
-    shards = 1 + max((rank for table, sharding in shardings.items() for rank in _ranks(table, sharding)), default=-1)
+    if shards is None:
+        shards = 1 + max(
+            (rank for table, sharding in shardings.items() for rank in _ranks(table, sharding)), default=-1
+        )
     if not shards:
         raise ExportError("plan: no table names a rank, so the number of shards is unknown; use a plan.yaml")
     devices = [device] * shards if device is not None else _devices(shardings, shards)

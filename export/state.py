@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
 
 from export.contract import Placement, Routing, ShardTable, StateFile, Unknown
 from export.programs import ProgramKind
@@ -143,9 +142,3 @@ def materialise(state: ShardState, on_progress: Progress, step: str) -> dict[str
         assert at == flat.numel(), tensor.name
         tensors[tensor.name] = flat.view(tensor.shape)
     return tensors
-
-
-def map_state(path: Path, names: Iterable[str]) -> list[torch.Tensor]:
-    """Tensors of a state file in the given order, memory-mapped."""
-    with safe_open(path, framework="pt") as file:
-        return [file.get_tensor(name) for name in names]

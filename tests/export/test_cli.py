@@ -198,7 +198,7 @@ def test_a_skewed_plan_is_warned_about_before_anything_is_written(kjtserve, tmp_
                 return plain_collection({"big": 200_000, "small": 3})
         """)
     )
-    monkeypatch.setattr("export.collection.write_version", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr("export.building.write_version", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
     (tmp_path / "plan.yaml").write_text("shards: 2\ntables: {big: {rows: [195_000, 5_000]}}\n")
     status, _, err = kjtserve("export", "skewed:build", "--out", "repo", "--name", "c", "--plan", "plan.yaml")
     assert status == 1
@@ -233,7 +233,7 @@ def test_help_needs_neither_torch_nor_torchrec():
 
 
 def test_sigterm_ends_an_export_with_one_line_and_leaves_nothing(kjtserve, tmp_path, monkeypatch):
-    monkeypatch.setattr("export.collection.check_version", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr("export.building.check_version", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
     before = signal.getsignal(signal.SIGTERM)
     status, out, err = kjtserve("export", "training_job:plain", "--out", "repo", "--name", "c")
     assert (status, out, err) == (1, "", "kjtserve: stopped by SIGTERM; published versions are untouched\n")

@@ -9,7 +9,7 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-import export.collection
+import export.building
 from export import export_collection, verify_version
 from export.contract import versions
 from export.errors import ExportError
@@ -99,7 +99,7 @@ def test_whatever_fails_before_the_rename_publishes_nothing(tmp_path, monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(export.collection, step, fail)
+        patch.setattr(export.building, step, fail)
         with pytest.raises(KeyboardInterrupt):
             export_collection(plain_collection(), tmp_path, name="c")
     assert tree(tmp_path) == before

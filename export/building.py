@@ -1,0 +1,85 @@
+"""Owns how a version comes to be: staged, written, checked and published, by one process or by a team of them.
+
+Must not read a module or a plan: what to build is a ``VersionOrder``.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from export.assembly import VersionOrder, describe_version, write_version
+from export.check import check_version
+from export.contract import Manifest, Shard, StateFile
+from export.errors import ExportError
+from export.progress import Progress
+from export.publish import choose_version, lock_collection, publish, stage
+from export.published import check_runtime
+from export.team import Team
+from export.triton_config import render_config
+
+
+def build_version(
+    repo: Path,
+    order: VersionOrder,
+    version: int | None,
+    *,
+    team: Team,
+    shards: Sequence[int],
+    on_progress: Progress,
+) -> Manifest:
+    """Build and publish a version; every rank of the team calls it.
+
+    Args:
+        repo: The model repository; the ranks of a team share its file system.
+        order: What to build. Ranks may hold different rows, but of one collection with one plan.
+        version: A number that is not taken; None: the newest plus one.
+        team: Who builds it.
+        shards: Which shards this rank writes and checks; over the team each one once.
+        on_progress: Told (step, done, of how many).
+
+    Raises:
+        ExportError: Anything failed on any rank. Nothing is published then, and nothing half written stays.
+    """
+    with ExitStack() as stack, _disk_errors(repo):
+        number, directory = team.on_first(lambda: _open_stage(stack, repo, order, version))
+        mine = dataclasses.replace(order, version=number)
+        team.together(lambda: _check_visible(directory))
+        written = team.together(
+            lambda: list(write_version(directory, mine, shards, on_progress, hashes=team.rank == 0))
+        )
+        parts = [part for rank in written for part in rank]
+        manifest = team.on_first(lambda: _describe(mine, parts))
+        team.together(lambda: check_version(directory, manifest, mine.source, on_progress, shards=shards))
+        configs = [render_config(shard, manifest.runtime) for shard in manifest.shards]
+        team.on_first(lambda: publish(repo, directory, manifest, configs))
+        return manifest
+
+
+@contextmanager
+def _disk_errors(repo: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        raise ExportError(f"{exc.filename or repo}: {exc.strerror or exc}; nothing was published") from exc
+
+
+def _open_stage(stack: ExitStack, repo: Path, order: VersionOrder, version: int | None) -> tuple[int, Path]:
+    stack.enter_context(lock_collection(repo, order.collection))
+    check_runtime(repo, order.collection, order.runtime)
+    number = choose_version(repo, order.collection, version)
+    return number, stack.enter_context(stage(repo, order.collection, number)).absolute()
+
+
+def _check_visible(directory: Path) -> None:
+    if not directory.is_dir():
+        raise ExportError(
+            f"{directory}: rank 0 made it, and it is not here; all ranks need the repository on a file system they share"
+        )
+
+
+def _describe(order: VersionOrder, parts: list[StateFile | Shard]) -> Manifest:
+    shards = sorted((part for part in parts if isinstance(part, Shard)), key=lambda shard: shard.index)
+    files = sorted((part for part in parts if isinstance(part, StateFile)), key=lambda file: file.path)
+    return describe_version(order, tuple(files), tuple(shards), created_s=time.time())

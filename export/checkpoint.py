@@ -1,0 +1,284 @@
+"""Owns the reading of ``torch.distributed.checkpoint`` directories and state dicts: chunks by name, mapped, not loaded.
+
+Must not know a TorchRec module. No tensor is unpickled; ``.metadata``, which is a pickle, may hold DCP's own classes only.
+"""
+
+import io
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from export.errors import ExportError
+from export.mapped import MappedFile
+from export.shards import local_shards
+
+METADATA_FILE = ".metadata"
+
+_ADMITTED: Mapping[str, frozenset[str]] = {
+    "torch.distributed.checkpoint.metadata": frozenset(
+        {
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        }
+    ),
+    "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
+    "torch": frozenset({"Size"}),
+    "torch.serialization": frozenset({"_get_layout"}),
+    "pathlib": frozenset({"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}),
+    "collections": frozenset({"OrderedDict"}),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A rectangle of a tensor."""
+
+    offsets: tuple[int, ...]
+    numbers: torch.Tensor
+    release: Callable[[], None] | None = None
+    """Gives back the pages of a mapped one."""
+
+
+class State(Protocol):
+    """Tensors by fully qualified name."""
+
+    @property
+    def place(self) -> str:
+        """What to call it in a message."""
+        ...
+
+    def names(self) -> Sequence[str]:
+        """All tensors."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The whole tensor's shape."""
+        ...
+
+    def chunks(self, name: str) -> list[Chunk]:
+        """Its chunks that this process can read."""
+        ...
+
+
+class StateDict:
+    """A state dict of plain tensors, ``ShardedTensor`` and ``DTensor``.
+
+    Args:
+        tensors: By fully qualified name.
+    """
+
+    place = "state dict"
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        self._tensors = {name: value for name, value in tensors.items() if hasattr(value, "shape") or _sharded(value)}
+
+    def names(self) -> Sequence[str]:
+        """See ``State``."""
+        return tuple(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See ``State``."""
+        return tuple(self._tensors[name].size())
+
+    def chunks(self, name: str) -> list[Chunk]:
+        """See ``State``."""
+        return [Chunk(offsets=offsets, numbers=numbers) for offsets, numbers in local_shards(self._tensors[name])]
+
+
+def _sharded(value: object) -> bool:
+    return hasattr(value, "local_shards")
+
+
+class Checkpoint:
+    """A checkpoint directory that any number of ranks wrote.
+
+    Args:
+        directory: Holds ``.metadata`` and the ranks' files.
+
+    Raises:
+        ExportError: It is no checkpoint, or its metadata holds what it should not.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.place = str(directory)
+        self._directory = directory
+        metadata = _read_metadata(directory / METADATA_FILE)
+        self._tensors = {
+            name: entry
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        self._stored = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
+        self._files: dict[str, MappedFile] = {}
+
+    def names(self) -> Sequence[str]:
+        """See ``State``."""
+        return tuple(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See ``State``."""
+        return tuple(self._tensors[name].size)
+
+    def chunks(self, name: str) -> list[Chunk]:
+        """See ``State``; numbers are views of the mapped file.
+
+        Raises:
+            ExportError: A file is missing or cut off, or holds something else.
+        """
+        return [self._chunk(name, tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self._tensors[name].chunks]
+
+    def _chunk(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Chunk:
+        info = self._stored.get((name, offsets))
+        if info is None:
+            raise ExportError(f"{self.place}: {name}: no file holds its chunk at {offsets}; write the checkpoint again")
+        if getattr(info, "transform_descriptors", None):
+            raise ExportError(f"{self.place}: {name}: stored through {info.transform_descriptors}; save it without")
+        file = self._file(info.relative_path)
+        layout, start = _layout(file, info.offset, info.length, name)
+        if tuple(layout.shape) != sizes:
+            raise ExportError(f"{file.path}: {name}: holds {tuple(layout.shape)}, {METADATA_FILE} says {sizes}")
+        stored = file.tensor(info.offset + start, layout.dtype, (layout.untyped_storage().nbytes() // layout.itemsize,))
+        numbers = torch.as_strided(stored, sizes, layout.stride(), layout.storage_offset())
+        return Chunk(offsets=offsets, numbers=numbers, release=file.release)
+
+    def _file(self, relative: str) -> MappedFile:
+        if relative not in self._files:
+            path = self._directory / relative
+            if self._directory.resolve() not in path.resolve().parents:
+                raise ExportError(f"{self.place}: {METADATA_FILE} names the file {relative!r}, outside of it")
+            try:
+                self._files[relative] = MappedFile(path)
+            except (OSError, ValueError) as exc:
+                raise ExportError(f"{path}: {exc}; copy the whole checkpoint directory") from exc
+        return self._files[relative]
+
+
+def _layout(file: MappedFile, offset: int, length: int, name: str) -> tuple[torch.Tensor, int]:
+    """Shape, strides and dtype of a stored tensor, and where in its item the numbers begin; the numbers are not read."""
+    try:
+        with FakeTensorMode():
+            layout = torch.load(cast("IO[bytes]", _View(file, offset, length)), weights_only=True)
+        start = layout.untyped_storage()._checkpoint_offset
+    except Exception as exc:  # whatever torch.load makes of a damaged item
+        raise ExportError(f"{file.path}: {name}: cannot be read ({exc}); copy the checkpoint again") from exc
+    if not isinstance(layout, torch.Tensor) or not isinstance(start, int):
+        raise ExportError(
+            f"{file.path}: {name}: holds a {type(layout).__name__}, not a tensor as torch.save stores one"
+        )
+    return layout, start
+
+
+class _View(io.RawIOBase):
+    """A span of a mapped file, as a file of its own."""
+
+    def __init__(self, file: MappedFile, offset: int, length: int) -> None:
+        super().__init__()
+        self._file, self._start, self._length, self._at = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._file[self._start + self._at : self._start + min(self._at + len(buffer), self._length)]
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def _read_metadata(path: Path) -> Metadata:
+    try:
+        with path.open("rb") as file:
+            metadata = _Metadata(file).load()
+    except OSError as exc:
+        raise ExportError(
+            f"{path}: {exc.strerror}; a checkpoint is the directory that torch.distributed.checkpoint.save wrote"
+        ) from exc
+    except ExportError:
+        raise
+    except Exception as exc:  # a damaged pickle raises many things
+        raise ExportError(f"{path}: cannot be read ({exc}); copy the checkpoint again") from exc
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise ExportError(f"{path}: holds no metadata of a checkpoint on a file system")
+    return metadata
+
+
+class _Metadata(pickle.Unpickler):
+    """Reads DCP's own metadata; a pickle of anything else is refused before it can run."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if name in _ADMITTED.get(module, ()):
+            return super().find_class(module, name)
+        raise ExportError(f"{METADATA_FILE}: names {module}.{name}, which no checkpoint of tensors needs: refused")
+
+
+def open_state(checkpoint: str | Path | Mapping[str, Any]) -> State:
+    """A checkpoint directory by its path, or a state dict.
+
+    Raises:
+        ExportError: It is neither.
+    """
+    if isinstance(checkpoint, Mapping):
+        return cast("State", StateDict(checkpoint))
+    return cast("State", Checkpoint(Path(checkpoint)))
+
+
+def find_name(state: State, suffix: str) -> str | None:
+    """The one name that is ``suffix``, alone or behind a path of modules; None if there is none.
+
+    Raises:
+        ExportError: Several are.
+    """
+    found = [name for name in state.names() if name == suffix or name.endswith("." + suffix)]
+    if len(found) > 1:
+        raise ExportError(
+            f"{state.place}: {found} all end in {suffix}; pass a state with the collection's tensors only"
+        )
+    return found[0] if found else None
+
+
+def read_whole(state: State, name: str) -> torch.Tensor:
+    """A whole tensor, copied.
+
+    Raises:
+        ExportError: A part of it is not here.
+    """
+    whole: torch.Tensor | None = None
+    held = 0
+    for chunk in state.chunks(name):
+        if whole is None:
+            whole = torch.empty(state.shape(name), dtype=chunk.numbers.dtype)
+        spans = tuple(slice(a, a + size) for a, size in zip(chunk.offsets, chunk.numbers.shape, strict=True))
+        whole[spans] = chunk.numbers.cpu()
+        held += chunk.numbers.numel()
+        if chunk.release is not None:
+            chunk.release()
+    if whole is None or held != whole.numel():
+        raise ExportError(
+            f"{state.place}: {name}: {held} of its numbers are in this process, not all of {state.shape(name)}"
+        )
+    return whole

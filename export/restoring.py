@@ -1,0 +1,146 @@
+"""Owns the reading of a collection whose state lies elsewhere: a module for its configs, a checkpoint for its numbers.
+
+The module may be on the meta device; it is never loaded into, and never changed.
+"""
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.modules.mc_modules import MCHManagedCollisionModule
+
+from export.checkpoint import State, find_name, open_state, read_whole
+from export.contract import TrainingBuckets
+from export.errors import ExportError
+from export.maps import check_served, read_map
+from export.reading import check_embedding_names, check_features, split_module
+from export.rows import RowPiece, TableRows
+from export.source import CollectionSource, MapPiece, MapSource, TableSource
+
+
+def restore_collection(module: nn.Module, checkpoint: str | Path | Mapping[str, Any]) -> CollectionSource:
+    """Describe a collection as its training ranks left it; nothing of its rows is copied.
+
+    Args:
+        module: An unsharded module of the same configs, on any device.
+        checkpoint: A ``torch.distributed.checkpoint`` directory, or a state dict (plain, ``ShardedTensor`` or
+            ``DTensor`` entries). Names may lie behind a path of modules.
+
+    Raises:
+        ExportError: Something is missing, ambiguous or does not fit the module; names it.
+    """
+    state = open_state(checkpoint)
+    collection, collisions = split_module(module)
+    tables = []
+    for config, names in zip(collection.embedding_configs(), collection.embedding_names_by_table(), strict=True):
+        collision = None if collisions is None else collisions[config.name]
+        tables.append(
+            TableSource(
+                name=config.name,
+                features=check_features(config),
+                embedding_names=tuple(names),
+                numbers=_read_rows(state, config),
+                map=None if collision is None else _restore_map(state, config, collision),
+            )
+        )
+    if not tables:
+        raise ExportError("the module has no tables: there is nothing to serve")
+    check_embedding_names(tuple(tables))
+    return CollectionSource(
+        module=module,
+        tables=tuple(tables),
+        managed=collisions is not None,
+        need_indices=collection.need_indices(),
+    )
+
+
+def _read_rows(state: State, config: Any) -> TableRows:
+    shape = (config.num_embeddings, config.embedding_dim)
+    name = _require(state, f"embeddings.{config.name}.weight", shape)
+    pieces = []
+    for chunk in state.chunks(name):
+        if not chunk.numbers.is_floating_point():
+            raise ExportError(f"{state.place}: {name}: rows of {chunk.numbers.dtype}; only floating point is served")
+        (row, column), (rows, columns) = chunk.offsets, chunk.numbers.shape
+        pieces.append(
+            RowPiece(
+                row_start=row,
+                row_stop=row + rows,
+                col_start=column,
+                col_stop=column + columns,
+                numbers=chunk.numbers,
+                release=chunk.release,
+            )
+        )
+    held = sum(piece.numbers.numel() for piece in pieces)
+    if held != shape[0] * shape[1]:
+        raise ExportError(f"{state.place}: {name}: {held} of {shape[0] * shape[1]} numbers are here; pass all of it")
+    return TableRows(table=config.name, rows=shape[0], dim=shape[1], pieces=pieces)
+
+
+def _restore_map(state: State, config: Any, collision: nn.Module) -> MapSource:
+    check_served(config.name, collision)
+    if isinstance(collision, MCHManagedCollisionModule):
+        return _restore_mch(state, config, collision)
+    return _restore_mpzch(state, config, collision)
+
+
+def _restore_mch(state: State, config: Any, collision: Any) -> MapSource:
+    """Each training rank's segment as TorchRec's own module of that rank."""
+    rows = config.num_embeddings
+    prefix = f"_managed_collision_modules.{config.name}."
+    raw_ids = read_whole(state, _require(state, prefix + "_mch_sorted_raw_ids", (rows,)))
+    mapping = read_whole(state, _require(state, prefix + "_mch_remapped_ids_mapping", (rows,)))
+    segments = find_name(state, prefix + "_output_segments_tensor")
+    edges = [0, rows] if segments is None else read_whole(state, segments).tolist()
+    edges = edges[: edges.index(-1)] if -1 in edges else edges
+    if edges[:1] != [0] or edges[-1] != rows:
+        raise ExportError(f"{state.place}: table {config.name}: segments {edges} are not those of {rows} rows")
+    pieces = []
+    for start, stop in itertools.pairwise(edges):
+        piece = collision.rebuild_with_output_id_range((start, stop), edges, device=torch.device("cpu"))
+        piece._mch_sorted_raw_ids.copy_(raw_ids[start:stop])
+        piece._mch_remapped_ids_mapping.copy_(mapping[start:stop])
+        pieces.append(MapPiece(row_start=start, row_stop=stop, module=piece.eval()))
+    training = TrainingBuckets(input_hash_size=collision._input_hash_size, row_edges=tuple(edges))
+    return read_map(config.name, pieces, training)
+
+
+def _restore_mpzch(state: State, config: Any, collision: Any) -> MapSource:
+    """Whole buckets, one piece for each stored chunk, as the ranks that wrote them had them."""
+    rows = config.num_embeddings
+    prefix = f"_managed_collision_modules.{config.name}."
+    name = _require(state, prefix + "_hash_zch_identities", (rows, 1))
+    saved = find_name(state, prefix + "_hash_zch_bucket")
+    buckets = collision._buckets if saved is None else int(read_whole(state, saved))
+    if buckets != collision._buckets:
+        raise ExportError(
+            f"table {config.name}: its state was saved with {buckets} buckets, the module has {collision._buckets}: ids "
+            "would be looked up in the wrong bucket; build the module with the bucket count of its training"
+        )
+    identities = read_whole(state, name)
+    edges = tuple(collision._output_segments)
+    starts = sorted({chunk.offsets[0] for chunk in state.chunks(name)} | {0, rows})
+    pieces = []
+    for start, stop in itertools.pairwise(starts):
+        piece = collision.rebuild_with_output_id_range((start, stop), list(edges), device=torch.device("cpu"))
+        with torch.no_grad():
+            piece._hash_zch_identities.copy_(identities[start:stop])
+        pieces.append(MapPiece(row_start=start, row_stop=stop, module=piece.eval()))
+    training = TrainingBuckets(
+        input_hash_size=collision._input_hash_size, row_edges=edges, floor_modulo=collision._input_hash_size == 0
+    )
+    return read_map(config.name, pieces, training)
+
+
+def _require(state: State, suffix: str, shape: tuple[int, ...]) -> str:
+    name = find_name(state, suffix)
+    if name is None:
+        near = ", ".join(sorted(state.names())[:5]) or "nothing"
+        raise ExportError(f"{state.place}: holds no {suffix}; it has {near}{', …' if len(state.names()) > 5 else ''}")
+    if state.shape(name) != shape:
+        raise ExportError(f"{state.place}: {name}: shape {state.shape(name)}, the module says {shape}")
+    return name

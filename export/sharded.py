@@ -1,0 +1,112 @@
+"""Owns the reading of one rank's part of a live sharded TorchRec module; must not gather a row or change the module."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.mc_embedding import ShardedManagedCollisionEmbeddingCollection
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ParameterSharding, ShardingType
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
+from torchrec.modules.mc_modules import MCHManagedCollisionModule
+
+from export.contract import RowDtype, TrainingBuckets
+from export.errors import ExportError
+from export.maps import Evicted, check_served, read_map, unconsumed_rows
+from export.reading import check_embedding_names, check_features, check_piece, make_piece
+from export.rows import TableRows
+from export.shards import local_shards
+from export.source import CollectionSource, MapPiece, MapSource, TableSource
+
+
+def read_sharded(module: nn.Module, *, evicted: Evicted = "refuse", row_dtype: str = RowDtype.FP32) -> CollectionSource:
+    """Describe what this rank holds of a sharded module; every rank's tables are the same, their rows are its own.
+
+    Args:
+        module: See ``export_sharded``.
+        evicted: What to do when ids were evicted and ``evict()`` has not been called.
+        row_dtype: How rows will be stored.
+
+    Raises:
+        ExportError: It is no sharded module, or a table of it is not served; names the table and what to do.
+    """
+    collection, collisions = _split(module)
+    configs = collection._embedding_configs
+    state = collection.state_dict()
+    tables = []
+    for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True):
+        _check_sharding(config.name, collection.module_sharding_plan[config.name], row_dtype)
+        collision = None if collisions is None else collisions[config.name]
+        if collision is not None:
+            check_served(config.name, collision)
+        zeroed = None if collision is None else unconsumed_rows(config.name, [collision], evicted)
+        shards = local_shards(state[f"embeddings.{config.name}.weight"])
+        pieces = [check_piece(config.name, make_piece(*shard)) for shard in shards if shard[1].numel()]
+        tables.append(
+            TableSource(
+                name=config.name,
+                features=check_features(config),
+                embedding_names=tuple(names),
+                numbers=TableRows(
+                    table=config.name,
+                    rows=config.num_embeddings,
+                    dim=config.embedding_dim,
+                    pieces=pieces,
+                    zeroed=zeroed,
+                ),
+                map=None if collision is None else _read_map(config.name, collision),
+            )
+        )
+    check_embedding_names(tuple(tables))
+    return CollectionSource(
+        module=module, tables=tuple(tables), managed=collisions is not None, need_indices=collection._need_indices
+    )
+
+
+def sharding_plan_of(module: nn.Module) -> Mapping[str, ParameterSharding]:
+    """The plan that a sharded module was made with.
+
+    Raises:
+        ExportError: It is no sharded module.
+    """
+    plan: Mapping[str, ParameterSharding] = _split(module)[0].module_sharding_plan
+    return plan
+
+
+def _split(module: nn.Module) -> tuple[Any, Any | None]:
+    inner: Any = module
+    while isinstance(inner, (DistributedModelParallel, DistributedDataParallel)):
+        inner = inner.module
+    if isinstance(inner, ShardedEmbeddingCollection):
+        return inner, None
+    if isinstance(inner, ShardedManagedCollisionEmbeddingCollection):
+        return inner._embedding_module, inner._managed_collision_collection._managed_collision_modules
+    raise ExportError(
+        f"{type(inner).__name__} is not sharded by TorchRec: pass a ShardedEmbeddingCollection or "
+        "ShardedManagedCollisionEmbeddingCollection (of a larger model, the submodule), or call export_collection"
+    )
+
+
+def _check_sharding(table: str, sharding: ParameterSharding, row_dtype: str) -> None:
+    if sharding.sharding_type == ShardingType.COLUMN_WISE.value and row_dtype == RowDtype.INT8:
+        raise ExportError(
+            f"table {table}: int8 takes its scale from whole rows, and no rank of a column-wise table has them; export a "
+            "checkpoint, or use fp16"
+        )
+
+
+def _read_map(table: str, collision: Any) -> MapSource:
+    if isinstance(collision, MCHManagedCollisionModule):
+        start = collision._output_global_offset
+        segments = collision._output_segments_tensor.tolist()
+        edges = segments[: segments.index(-1)] if -1 in segments else segments
+    else:
+        offset = collision._output_global_offset_tensor
+        start, edges = 0 if offset is None else int(offset), collision._output_segments
+    piece = MapPiece(row_start=start, row_stop=start + collision._zch_size, module=collision)
+    size = collision._input_hash_size
+    floor = not isinstance(collision, MCHManagedCollisionModule) and size == 0
+    training = TrainingBuckets(input_hash_size=size, row_edges=tuple(edges), floor_modulo=floor)
+    return read_map(table, [piece], training)
