@@ -1,7 +1,7 @@
-"""The real stack, once a session: EC and MC-EC collections at 1, 2, 3 and 5 shards in one repository."""
+"""The real stack: the parity suite's server, and a small one for tests that count, kill or refuse."""
 
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -9,13 +9,15 @@ import torch
 from torch import nn
 
 from export import export_collection
-from export.contract import SENTINEL_IDS, Manifest, Unknown
-from export.oracle import eval_mode, hash_ids, look_up
-from export.source import read_collection
+from export.contract import SENTINEL_IDS, Manifest
 from tests.e2e.serving import Serving, serve
-from tests.modules import managed_collection, map_of, modulo_hash, plain_collection
-
-SHARD_COUNTS = (1, 2, 3, 5)
+from tests.modules import managed_collection, map_of
+from tests.oracle import TableOracle
+from tests.parity.answers import Collection
+from tests.parity.exports import MANAGED, PLAIN, export_all
+from tests.parity.run import Run
+from tests.parity.trained import Trained, train_alone, train_on_ranks
+from tests.parity.wire import Clients
 
 
 @dataclass(frozen=True)
@@ -29,15 +31,14 @@ class Case:
 
     def expected(self, keys, ids_by_key):
         """(embeddings, row_ids, hits) by the oracle, in the reply's order."""
-        tables = {table.name: table for table in read_collection(self.module).tables}
+        modules = self.module._managed_collision_collection._managed_collision_modules
         parts = []
-        with eval_mode(self.module):
-            for key in keys:
-                for table in self.manifest.tables:
-                    if key in table.features:
-                        source = tables[table.name]
-                        ids = torch.tensor(ids_by_key[key], dtype=torch.int64)
-                        parts.append(look_up(source, hash_ids(source, ids), Unknown.TRAINING))
+        for key in keys:
+            for table in self.manifest.tables:
+                if key in table.features:
+                    weight_RD = self.module._embedding_module.embeddings[table.name].weight.detach()
+                    oracle = TableOracle(weight_RD=weight_RD, pieces=[modules[table.name]])
+                    parts.append(oracle.look_up(torch.tensor(ids_by_key[key], dtype=torch.int64)))
         return (
             torch.cat([part.embeddings_ND for part in parts]).numpy(),
             torch.cat([part.row_ids_N for part in parts]).numpy(),
@@ -48,8 +49,6 @@ class Case:
         """Ids of every kind for one feature: known, unknown, evicted, negative, sentinels, duplicates."""
         tables = [table for table in self.manifest.tables if key in table.features]
         table = tables[0]
-        if table.zch is None:
-            return rng.integers(0, min(table.rows for table in tables), size).tolist()
         pool = [
             *list(map_of(self.module, table.name))[:200],
             *self.evicted.get(table.name, []),
@@ -63,49 +62,56 @@ class Case:
         return [pool[i] for i in rng.integers(0, len(pool), size)]
 
 
-@pytest.fixture(scope="session")
-def cases(tmp_path_factory) -> tuple[Path, dict[str, Case]]:
-    repo = tmp_path_factory.mktemp("stack") / "repo"
-    rows = {"user": 120, "item": 90, "cat": 7}
-    shared = {"user": ["user", "both"], "item": ["item", "both"], "cat": ["cat"]}
-    # Upstream's managed collection cannot run a feature of two tables, so there it is two features of one table.
-    several = {"user": ["user", "friend"], "item": ["item"], "cat": ["cat"]}
-    plain = plain_collection(rows, shared, dim=8)
-    hashed, _ = trained_with_evictions(rows, several, input_hash=modulo_hash)
-    found = {}
-    for n, policy in zip(SHARD_COUNTS, ("lfu", "lru", "distance_lfu", "lfu"), strict=True):
-        managed, evicted = trained_with_evictions(rows, several, policy=policy)
-        found[f"ec{n}"] = Case(f"ec{n}", plain, export_collection(plain, repo, name=f"ec{n}", num_shards=n), {})
-        found[f"mc{n}"] = Case(
-            f"mc{n}", managed, export_collection(managed, repo, name=f"mc{n}", num_shards=n), evicted
-        )
-    found["hashed2"] = Case("hashed2", hashed, export_collection(hashed, repo, name="hashed2", num_shards=2), {})
-    plan = repo.parent / "plan.yaml"
-    plan.write_text(
-        "shards: 3\ntables:\n  user: {routing: table, shard: 2}\n  item: {routing: rows, rows: [0, 85, 5]}\n"
-    )
-    found["plan3"] = Case("plan3", plain, export_collection(plain, repo, name="plan3", plan=plan), {})
-    return repo, found
-
-
 def trained_with_evictions(rows, features, **options) -> tuple[nn.Module, dict[str, list[int]]]:
     """A managed collection, and for each table ids that were in its map halfway and are not any more."""
     module = managed_collection(rows, features, **options)
     halfway = managed_collection(rows, features, steps=6, **options)
-    evicted = {
-        table.name: sorted(set(map_of(halfway, table.name)) - set(map_of(module, table.name)))
-        for table in read_collection(module).tables
-    }
+    evicted = {table: sorted(set(map_of(halfway, table)) - set(map_of(module, table))) for table in rows}
     assert evicted["user"], f"no user was evicted: {evicted}"
     assert evicted["item"], f"no item was evicted: {evicted}"
     return module, evicted
 
 
+@dataclass
+class Tally:
+    """What the parity suite has sent."""
+
+    cases: int = 0
+    tables: dict[str, set[object]] = field(default_factory=dict)
+
+    def count(self, collection: Collection, cases: int) -> None:
+        self.cases += cases
+        self.tables[collection.name] = set(collection.tables)
+
+    def __str__(self) -> str:
+        tables = sum(map(len, self.tables.values()))
+        return f"parity: {self.cases} cases through the real server, over {len(self.tables)} collections of {tables} tables"
+
+
+TALLY = pytest.StashKey[Tally]()
+
+
 @pytest.fixture(scope="session")
-def stack(cases, tmp_path_factory) -> Serving:
-    repo, _ = cases
-    with serve(repo, tmp_path_factory.mktemp("log") / "serve.log") as serving:
-        yield serving
+def tally(request) -> Tally:
+    return request.config.stash.setdefault(TALLY, Tally())
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if (tally := config.stash.get(TALLY, None)) is not None:
+        terminalreporter.write_line(str(tally))
+
+
+@pytest.fixture(scope="session")
+def trained_on_ranks(tmp_path_factory) -> dict[int, Trained]:
+    return train_on_ranks(tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="session")
+def parity(trained_on_ranks, tmp_path_factory) -> Iterator[Run]:
+    folder = tmp_path_factory.mktemp("parity")
+    collections = export_all(folder / "repo", (*PLAIN, *MANAGED), {**trained_on_ranks, 0: train_alone()})
+    with serve(folder / "repo", folder / "serve.log") as serving:
+        yield Run(collections, Clients(http=serving.http, grpc=serving.grpc))
 
 
 @pytest.fixture(scope="session")

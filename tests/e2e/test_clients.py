@@ -49,16 +49,16 @@ class Client:
 
 
 @pytest.fixture(params=sorted(APIS))
-async def client(request, stack):
-    protocol = APIS[request.param][1]
-    it = Client(request.param, stack.http if protocol == "http" else stack.grpc)
+async def client(request, clicks):
+    serving, _ = clicks
+    it = Client(request.param, serving.http if APIS[request.param][1] == "http" else serving.grpc)
     yield it
     await it.call("close")
 
 
 @pytest.fixture
-def case(cases):
-    return cases[1]["mc3"]
+def case(clicks):
+    return clicks[1]
 
 
 @pytest.fixture
@@ -75,14 +75,14 @@ async def test_the_server_says_live_ready_and_who_it_is(client):
 
 
 async def test_a_collection_says_ready_and_a_strange_one_does_not(client):
-    assert await client.call("is_model_ready", "mc3")
-    assert await client.call("is_model_ready", "mc3", "1")
-    assert not await client.call("is_model_ready", "mc3", "99")
+    assert await client.call("is_model_ready", "clicks")
+    assert await client.call("is_model_ready", "clicks", "1")
+    assert not await client.call("is_model_ready", "clicks", "99")
     assert not await client.call("is_model_ready", "nobody")
 
 
 async def test_metadata_lists_the_tensors(client):
-    metadata = await client.call("get_model_metadata", "mc3")
+    metadata = await client.call("get_model_metadata", "clicks")
     if isinstance(metadata, dict):
         inputs, outputs = ({t["name"] for t in metadata[kind]} for kind in ("inputs", "outputs"))
     else:
@@ -92,11 +92,11 @@ async def test_metadata_lists_the_tensors(client):
 
 
 async def test_config_and_statistics_are_there(client, case, ids):
-    config = await client.call("get_model_config", "mc3")
+    config = await client.call("get_model_config", "clicks")
     name = config["name"] if isinstance(config, dict) else config.config.name
-    assert name == "mc3"
+    assert name == "clicks"
     await client.infer(case, ids)
-    statistics = await client.call("get_inference_statistics", "mc3")
+    statistics = await client.call("get_inference_statistics", "clicks")
     if isinstance(statistics, dict):
         count = statistics["model_stats"][0]["inference_stats"]["success"]["count"]
     else:
@@ -127,8 +127,9 @@ async def test_the_reply_names_its_version_and_echoes_the_request_id(client, cas
 
 
 @pytest.mark.parametrize("name", ["http_aio", "grpc_aio"])
-async def test_requests_of_many_clients_at_once_get_their_own_answers(name, case, stack):
-    client = Client(name, stack.http if APIS[name][1] == "http" else stack.grpc)
+async def test_requests_of_many_clients_at_once_get_their_own_answers(name, clicks):
+    serving, case = clicks
+    client = Client(name, serving.http if APIS[name][1] == "http" else serving.grpc)
     rng = np.random.default_rng(2)
     wanted = [{key: case.draw(rng, key, 1 + n % 7) for key in case.manifest.features} for n in range(60)]
     results = await asyncio.gather(*(client.infer(case, ids) for ids in wanted))

@@ -10,9 +10,9 @@ import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
 from export.contract import hash_shard
+from tests.e2e.asking import infer
 from tests.e2e.conftest import Case
 from tests.e2e.serving import until
-from tests.e2e.test_exact import infer
 from tests.modules import map_of
 
 pytestmark = pytest.mark.e2e

@@ -55,9 +55,15 @@ class Run:
 
 
 def digest(answer: Mapping[str, NDArray]) -> Digest:
+    """The order of unique rows says nothing, and goes by which copy of a table was asked: they count as what they mean."""
+    seen = dict(answer)
+    if "unique_embeddings" in seen:
+        unique, inverse = seen["unique_embeddings"], seen.pop("inverse")
+        seen["unique_embeddings"] = unique[inverse]
+        seen["number of unique rows"] = np.array(len(unique))
     return {
         name: hashlib.sha256(repr((array.dtype, array.shape)).encode() + array.tobytes()).digest()
-        for name, array in answer.items()
+        for name, array in seen.items()
     }
 
 
