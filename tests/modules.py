@@ -97,6 +97,7 @@ def untrained_collection(
     reverse_modules: bool = False,
     eviction_interval: int = 2,
     seed: int = 0,
+    device: str = "cpu",
 ) -> ManagedCollisionEmbeddingCollection:
     """A ManagedCollisionEmbeddingCollection that has seen no batch; by default tables user (12 rows) and item (20).
 
@@ -104,12 +105,13 @@ def untrained_collection(
     the configs.
     """
     tables = configs(rows or {"user": 12, "item": 20}, features, dim=dim, fp16=fp16)
-    collection = EmbeddingCollection(tables=tables)
-    spread_rows(collection, seed)
+    collection = EmbeddingCollection(tables=tables, device=torch.device(device))
+    if device != "meta":
+        spread_rows(collection, seed)
     modules = {
         table.name: MCHManagedCollisionModule(
             zch_size=table.num_embeddings,
-            device=torch.device("cpu"),
+            device=torch.device(device),
             eviction_policy=POLICIES[policy](),
             eviction_interval=eviction_interval,
             input_hash_func=input_hash,

@@ -19,6 +19,7 @@ from export.contract import (
     as_unsigned,
     hash_shard,
     shard_dir,
+    training_bucket,
     version_dir,
 )
 from tests.modules import map_of
@@ -27,27 +28,40 @@ Row = tuple[bytes, int, bool]
 """Bytes of the embedding, row id, hit."""
 
 
-def shard_of(table: Table, id_: int, num_shards: int) -> int | None:
-    """Shard of an id by the contract; None: no shard holds it."""
+def shards_of(table: Table, id_: int, num_shards: int) -> list[int]:
+    """Shards that are asked an id, by the contract; none: no shard holds it."""
     if table.routing is Routing.HASH:
-        return hash_shard(as_unsigned(id_), num_shards)
-    if table.routing is Routing.TABLE:
-        return table.placements[0].shard
-    return next((piece.shard for piece in table.placements if piece.row_start <= id_ < piece.row_stop), None)
+        return [hash_shard(as_unsigned(id_), num_shards)]
+    if table.routing is Routing.ROWS:
+        return [piece.shard for piece in table.placements if piece.row_start <= id_ < piece.row_stop]
+    if table.routing is Routing.TRAINING:
+        row = table.training.row_edges[bucket_of(table, id_)]
+        return [piece.shard for piece in table.placements if piece.row_start <= row < piece.row_stop]
+    return sorted({piece.shard for piece in table.placements})
+
+
+def bucket_of(table: Table, id_: int) -> int:
+    rule = table.training
+    number = id_ if rule.floor_modulo else as_unsigned(id_)
+    return training_bucket(number, input_hash_size=rule.input_hash_size, buckets=rule.buckets)
 
 
 def served(
     repo: Path, manifest: Manifest, ids: Mapping[str, Sequence[int]], program: str = "shard.pt2"
 ) -> dict[str, list[Row]]:
     """What the shards answer to ids of each table (after the input hash), merged in the order of the ids."""
-    answers: dict[str, list[Row | None]] = {table: [None] * len(values) for table, values in ids.items()}
+    answers: dict[str, list[dict[int, Row]]] = {table: [{} for _ in values] for table, values in ids.items()}
     directory = version_dir(repo, manifest.collection, manifest.version)
     for shard in manifest.shards:
         place = shard_dir(directory, shard.index)
         held = [manifest.table(entry.table) for entry in shard.tables]
         chosen = [
-            [at for at, id_ in enumerate(ids.get(t.name, ())) if shard_of(t, id_, manifest.num_shards) == shard.index]
-            for t in held
+            [
+                at
+                for at, id_ in enumerate(ids.get(table.name, ()))
+                if shard.index in shards_of(table, id_, manifest.num_shards)
+            ]
+            for table in held
         ]
         asked = [ids[table.name][at] for table, places in zip(held, chosen, strict=True) for at in places]
         state = load_file(place / "state.safetensors")
@@ -57,20 +71,36 @@ def served(
             [state[name] for name in shard.state],
         )
         assert rows.dtype == torch.float32
-        assert rows.shape == (len(asked), manifest.dim)
-        flat = zip(rows, row_ids.tolist(), hits.tolist(), strict=True)
+        assert rows.shape[1] == shard.width
+        numbers = iter(rows)
+        flat = zip(row_ids.tolist(), hits.tolist(), strict=True)
         for table, places in zip(held, chosen, strict=True):
             for at in places:
-                row, row_id, hit = next(flat)
-                assert answers[table.name][at] is None
-                answers[table.name][at] = (row_bytes(row), row_id, hit)
-    zeros = (bytes(4 * manifest.dim), -1, False)
-    for name, rows_of_table in answers.items():
-        for at, row in enumerate(rows_of_table):
-            if row is None:
-                assert shard_of(manifest.table(name), ids[name][at], manifest.num_shards) is None
-                rows_of_table[at] = zeros
-    return answers
+                units = table.width_on(shard.index) // shard.width
+                row = torch.cat([next(numbers) for _ in range(units)])
+                answers[table.name][at][shard.index] = (row_bytes(row), *next(flat))
+        assert next(numbers, None) is None
+    return {
+        name: [_join(manifest.table(name), parts) for parts in rows_of_table] for name, rows_of_table in answers.items()
+    }
+
+
+def _join(table: Table, parts: dict[int, Row]) -> Row:
+    """One answer from those of all shards that were asked."""
+    if not parts:
+        return bytes(4 * table.dim), -1, False
+    assert len({(row_id, hit) for _, row_id, hit in parts.values()}) == 1
+    if table.routing is not Routing.COLUMNS:
+        assert len({row for row, _, _ in parts.values()}) == 1
+        return next(iter(parts.values()))
+    taken = dict.fromkeys(parts, 0)
+    joined = b""
+    for piece in table.placements:
+        size = 4 * (piece.col_stop - piece.col_start)
+        start = taken[piece.shard]
+        joined += parts[piece.shard][0][start : start + size]
+        taken[piece.shard] = start + size
+    return joined, *next(iter(parts.values()))[1:]
 
 
 def expected(module, table: str, ids: Sequence[int], unknown: str = Unknown.TRAINING) -> list[Row]:

@@ -1,0 +1,131 @@
+"""What each rank of ``test_sharded`` does, under torchrun; writes what the test needs to know beside the repository."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingEnv
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from export import export_collection, export_sharded
+from export.errors import ExportError
+from export.team import Ranks
+from tests.modules import plain_collection, untrained_collection
+
+ROWS = {"cut": 23, "whole": 9, "wide": 12, "copied": 7}
+MAPPED = {"user": 24, "item": 17}
+DIM = 8
+
+
+def weight_of(table: str, rows: int) -> torch.Tensor:
+    """Every row of a table, the same on every rank."""
+    return torch.randn(rows, DIM, generator=torch.Generator().manual_seed(sum(table.encode())))
+
+
+def shard_plain(world: int) -> nn.Module:
+    module = plain_collection(ROWS, dim=DIM)
+    with torch.no_grad():
+        for table, rows in ROWS.items():
+            module.embeddings[table].weight.copy_(weight_of(table, rows))
+    ways = {
+        "cut": row_wise(),
+        "whole": table_wise(rank=world - 1),
+        "wide": column_wise(ranks=[(world - 1 - at) % world for at in range(2)]),
+        "copied": data_parallel(),
+    }
+    return shard(module, ways, EmbeddingCollectionSharder(), world)
+
+
+def shard_managed(world: int) -> nn.Module:
+    module = untrained_collection(MAPPED, dim=DIM)
+    ways = {table: row_wise() for table in MAPPED}
+    sharded = shard(module, ways, ManagedCollisionEmbeddingCollectionSharder(), world)
+    state = sharded._embedding_module.state_dict()
+    for table, rows in MAPPED.items():
+        for part in state[f"embeddings.{table}.weight"].local_shards():
+            start = part.metadata.shard_offsets[0]
+            part.tensor.copy_(weight_of(table, rows)[start : start + part.tensor.shape[0]])
+    return sharded
+
+
+def shard(module: nn.Module, ways: dict, sharder: object, world: int) -> nn.Module:
+    plan = construct_module_sharding_plan(
+        module, ways, sharder=sharder, local_size=world, world_size=world, device_type="cpu"
+    )
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    return sharder.shard(module, plan, env=env, device=torch.device("cpu"))
+
+
+def train(sharded: nn.Module, rank: int) -> None:
+    """Stream ids of all kinds through the ranks' maps, more than they hold, over gloo."""
+    collection = sharded._managed_collision_collection
+    collection.train()
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(8):
+        ids = torch.randint(-(2**63), 2**63 - 1, (40,), generator=generator)
+        ids[:12] = torch.arange(12) + 3 * step
+        ids[12:16] = torch.tensor([-5, -7, -(2**63), 2**62])
+        request = KeyedJaggedTensor(
+            keys=list(MAPPED), values=torch.cat([ids, ids.flip(0)]), lengths=torch.tensor([40, 40])
+        )
+        context = collection.create_context()
+        collection.compute(context, collection.input_dist(context, request).wait().wait())
+        collection.evict()
+
+
+def refusal(work) -> str:
+    try:
+        work()
+    except ExportError as exc:
+        return str(exc)
+    return "nothing was refused"
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank, world, folder = dist.get_rank(), dist.get_world_size(), Path(sys.argv[1])
+    repo, notes = folder / "repo", {}
+    plain, managed = shard_plain(world), shard_managed(world)
+    train(managed, rank)
+    export_sharded(plain, repo, name="plain", out_of_range="zero")
+    export_sharded(managed, repo, name="managed")
+    export_sharded(managed, repo, name="managed", row_dtype="int8")
+    dcp.save(managed.state_dict(), checkpoint_id=folder / "checkpoint")
+    on_meta = untrained_collection(MAPPED, dim=DIM, device="meta")
+    options = {"name": "copied", "num_shards": 3, "checkpoint": folder / "checkpoint", "team": Ranks()}
+    export_collection(on_meta, repo, **options)
+    collisions = managed._managed_collision_collection._managed_collision_modules
+    torch.save({name: module.state_dict() for name, module in collisions.items()}, folder / f"rank{rank}.pt")
+
+    collisions["user"]._evicted = rank == world - 1
+    notes["evicted"] = refusal(lambda: export_sharded(managed, repo, name="failed"))
+    collisions["user"]._evicted = False
+    notes["int8"] = refusal(lambda: export_sharded(plain, repo, name="failed", row_dtype="int8"))
+    notes["unsharded"] = refusal(lambda: export_sharded(plain_collection(), repo, name="failed"))
+    notes["sharded"] = refusal(lambda: export_collection(plain, repo, name="failed"))
+    (folder / f"notes{rank}.json").write_text(json.dumps(notes))
+    if world > 1 and rank == world - 1:
+        os._exit(17)  # a rank that dies: the others must not wait for it for ever
+    if world > 1:
+        notes["died"] = refusal(lambda: export_sharded(plain, repo, name="failed"))
+        (folder / f"notes{rank}.json").write_text(json.dumps(notes))
+        os._exit(0)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
