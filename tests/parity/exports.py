@@ -1,14 +1,16 @@
 """The suite's collections: who trained them, on how many shards they are served, how rows are stored. Few by default,
 so that one server holds them all; ``resharded`` is the whole matrix."""
 
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from export import export_collection
-from export.contract import Manifest, Unknown
+from export.contract import Manifest, Unknown, read_manifest
 from tests.parity.answers import Collection, answer_pool
 from tests.parity.plans import PLAIN_ROUTINGS, managed_plan, plain_plan, torchrec_plan
+from tests.parity.ranks import live_name
 from tests.parity.tables import plain_tables
 from tests.parity.trained import Trained, plain
 
@@ -33,8 +35,13 @@ class Export:
     tables: int | None = None
     """Plain collections: so many tables; None: all."""
 
+    live: bool = False
+    """Managed collections: the ranks exported it, each the shard of its own number; else it is a checkpoint's."""
+
     @property
     def name(self) -> str:
+        if self.live:
+            return live_name(self.shards)
         return f"plain_n{self.shards}" if self.world is None else f"w{self.world}_n{self.shards}"
 
 
@@ -46,9 +53,9 @@ PLAIN = (
 )
 MANAGED = (
     Export(shards=1, world=4, zero=True),
-    Export(shards=2, world=2, row_dtype="fp16"),
+    Export(shards=2, world=2, live=True),
     Export(shards=3, world=1),
-    Export(shards=4, world=4, row_dtype="int8"),
+    Export(shards=4, world=4, live=True),
     Export(shards=5, world=0, need_indices=True),
     Export(shards=6, world=2),
     Export(shards=7, world=1, row_dtype="fp16", zero=True),
@@ -67,14 +74,16 @@ def export_all(repo: Path, exports: Iterable[Export], trained: dict[int, Trained
 
 
 def export_one(repo: Path, export: Export, trained: dict[int, Trained]) -> Collection:
+    if export.live:
+        source = trained[export.world]
+        for entry in source.live.glob(f"{export.name}*"):
+            shutil.copytree(entry, repo / entry.name, symlinks=True)
+        return describe(read_manifest(repo, export.name, 1), source, export)
     if export.world is None:
         source = plain(plain_tables(len(PLAIN_ROUTINGS))[: export.tables], export.dim, need_indices=export.need_indices)
-        choose = torchrec_plan if export.torchrec_plan else None
-        plan = (
-            choose(source.module, source.tables, export.shards, export.dim)
-            if choose
-            else plain_plan(source.tables, export.shards, export.dim)
-        )
+        plan = plain_plan(source.tables, export.shards, export.dim)
+        if export.torchrec_plan:
+            plan = torchrec_plan(source.module, source.tables, export.shards, export.dim)
         options = {"out_of_range": "zero"} if export.zero else {}
     else:
         source = trained[export.world]

@@ -2,6 +2,7 @@
 
 ``python -m tests.parity.ranks FOLDER`` starts four processes once; they form each world in turn, and leave for W ranks::
 
+    FOLDER/repo                 the collection live<W>, which the ranks exported while they held it
     FOLDER/w<W>/checkpoint      what torch.distributed.checkpoint.save wrote
     FOLDER/w<W>/rank<r>.pt      state of rank r's own collision modules, and the rows of each
     FOLDER/w<W>/answers.pt      request (ids of each feature) → the rows that the sharded collection answered with
@@ -27,12 +28,15 @@ from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_modules import ManagedCollisionModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from export import export_sharded
 from tests.modules import fill_identities
 from tests.parity.tables import INT64_MAX, TableCase, build_managed, managed_tables
 
 WORLDS = (1, 2, 4)
 DIMS = {0: 4, 1: 6, 2: 3, 4: 128}
 """Embedding dimension of the collection that so many ranks train; 0: the unsharded module."""
+LIVE_ROWS = {2: "fp16", 4: "int8"}
+"""How so many ranks store rows when they export themselves."""
 STEPS = 10
 
 
@@ -71,6 +75,9 @@ class Worker:
         modules = sharded._managed_collision_collection._managed_collision_modules
         torch.save({name: module.state_dict() for name, module in modules.items()}, self.folder / f"rank{self.rank}.pt")
         self._answer(sharded._managed_collision_collection, tables)
+        if self.world in LIVE_ROWS:
+            repo = self.folder.parent / "repo"
+            export_sharded(sharded, repo, name=live_name(self.world), row_dtype=LIVE_ROWS[self.world])
 
     def _shard(self, tables: list[TableCase], dim: int) -> nn.Module:
         module = build_managed(tables, dim)
@@ -141,6 +148,11 @@ class Worker:
         if self.rank == 0:
             rows = {feature: answer[feature].values()[: len(each)].tolist() for feature, each in ids.items()}
             torch.save({"ids": ids, "rows": rows}, self.folder / "answers.pt")
+
+
+def live_name(world: int) -> str:
+    """The collection that so many ranks export while they hold it."""
+    return f"live{world}"
 
 
 def request_of(ids: dict[str, list[int]]) -> KeyedJaggedTensor:

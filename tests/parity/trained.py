@@ -33,6 +33,8 @@ class Trained:
     pieces: dict[str, list[ManagedCollisionModule]]
     """The collision modules of the ranks that trained each managed table."""
     checkpoint: Path | None = None
+    live: Path | None = None
+    """The repository into which the ranks exported the collection themselves."""
     need_indices: bool = False
 
     def oracle(self, table: TableCase, *, zero: bool) -> TableOracle:
@@ -71,6 +73,7 @@ def read_trained(folder: Path, world: int) -> Trained:
         dim=DIMS[world],
         pieces={table.name: rebuild_pieces(module, table, [state[table.name] for state in states]) for table in tables},
         checkpoint=folder / "checkpoint",
+        live=folder.parent / "repo",
     )
 
 
