@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from export.contract import Remap
+from export.contract import Remap, Routing, Table
 from model_repo.shard import LoadedShard
 
 FLUSH_INTERVAL_S = 0.02
@@ -25,6 +25,11 @@ GAUGE_INTERVAL_S = 5.0
 REMAP_IDS = ("kjtserve_remap_ids_total", "Ids that shards looked up, by table and outcome.")
 ZCH_OPEN_SLOTS = ("kjtserve_zch_open_slots", "Open slots of a managed-collision table, this shard's share.")
 ZCH_ROWS = ("kjtserve_zch_rows", "Ids in a managed-collision table's map, this shard's share.")
+
+
+def _counts(table: Table, shard: int) -> bool:
+    """Whether a shard counts a table's ids: every holder of columns is asked all of them, and they are counted once."""
+    return table.routing is not Routing.COLUMNS or table.placements[0].shard == shard
 
 
 class ShardMetrics:
@@ -44,7 +49,10 @@ class ShardMetrics:
         self._rows = family(name=ZCH_ROWS[0], description=ZCH_ROWS[1], kind=family.GAUGE)
         self._counters: list[tuple[Any, Any]] = []
         self._gauges: list[tuple[Any, int]] = []
-        for table, entry in zip(shard.tables, shard.shard.tables, strict=True):
+        self._counted: list[bool] = [_counts(table, shard.shard.index) for table in shard.tables]
+        for table, entry, counted in zip(shard.tables, shard.shard.tables, self._counted, strict=True):
+            if not counted:
+                continue
             labels = {"collection": shard.collection, "shard": str(shard.shard.index), "table": table.name}
             mapped = table.remap is not Remap.NONE
             outcomes = ("unknown" if mapped else "out_of_range", "hit")
@@ -64,10 +72,12 @@ class ShardMetrics:
     def count(self, hits_N: NDArray[np.bool_], table_lengths_T: Sequence[int]) -> None:
         """Count the ids of one answered request, by table and outcome."""
         counts_T2 = np.empty_like(self._pending_T2)
-        start = 0
-        for table, length in enumerate(table_lengths_T):
-            hits = np.count_nonzero(hits_N[start : start + length])
-            counts_T2[table] = length - hits, hits
+        start, at = 0, 0
+        for counted, length in zip(self._counted, table_lengths_T, strict=True):
+            if counted:
+                hits = np.count_nonzero(hits_N[start : start + length])
+                counts_T2[at] = length - hits, hits
+                at += 1
             start += length
         with self._lock:
             self._pending_T2 += counts_T2

@@ -14,8 +14,8 @@ import torch
 from export.contract import Manifest, RepositoryError, Shard, Table, check_size, read_manifest, shard_dir
 from export.contract.layout import PROGRAM_FILE, STATE_FILE
 from model_repo.errors import BadRequest, ShardLoadError
-from model_repo.state import map_state
-from model_repo.toolchain import check_numpy, check_toolchain, import_fbgemm
+from model_repo.state import map_state, place_state
+from model_repo.toolchain import check_device, check_numpy, check_toolchain, import_fbgemm
 
 WARM_UP_IDS = (0, 1, 64, 2048)
 """Ids of the lookups made before the first request."""
@@ -29,7 +29,7 @@ class Answer:
     """What a shard knows about the ids of one request, in their order."""
 
     embeddings_ND: torch.Tensor
-    """FP32."""
+    """FP32, ``Shard.width`` numbers wide; an id of a wider table has several rows, one after the other."""
     row_ids_N: torch.Tensor
     """INT64, row of the whole table; ``NO_ROW`` where the answer is no row."""
     hits_N: torch.Tensor
@@ -52,7 +52,8 @@ class LoadedShard:
         self.shard = shard
         self.tables: tuple[Table, ...] = tuple(manifest.table(entry.table) for entry in shard.tables)
         self._program = program
-        self._state = list(state)
+        self._device = torch.device(shard.device)
+        self._state = place_state(state, self._device)
 
     def lookup(self, ids_N: torch.Tensor, table_lengths_T: torch.Tensor) -> Answer:
         """Look up ids that are grouped by table.
@@ -66,7 +67,8 @@ class LoadedShard:
         """
         self._check(ids_N, table_lengths_T)
         with torch.inference_mode():
-            embeddings_ND, row_ids_N, hits_N = self._program(ids_N, table_lengths_T, self._state)
+            answer = self._program(ids_N.to(self._device), table_lengths_T.to(self._device), self._state)
+        embeddings_ND, row_ids_N, hits_N = (output.cpu() for output in answer)
         return Answer(embeddings_ND=embeddings_ND, row_ids_N=row_ids_N, hits_N=hits_N)
 
     def warm_up(self) -> None:
@@ -119,6 +121,7 @@ def load_shard(directory: Path, model: str) -> LoadedShard:
     manifest = _read_manifest(directory)
     shard = _own_entry(manifest, directory, model)
     fbgemm = import_fbgemm()
+    check_device(shard)
     check_toolchain(manifest.toolchain, torch=torch.__version__, fbgemm_gpu=fbgemm.__version__)
     try:
         for name in (PROGRAM_FILE, STATE_FILE):

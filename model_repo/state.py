@@ -1,6 +1,6 @@
-"""Owns how a shard's state file becomes tensors: mapped, never read; must not know what the tensors mean."""
+"""Owns how a shard's state file becomes tensors: mapped, and read only onto a GPU; must not know what they mean."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -35,3 +35,8 @@ def map_state(path: Path, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
             return tuple(file.get_tensor(name) for name in names)
     except (SafetensorError, OSError) as exc:
         raise ShardLoadError(f"{path}: not a safetensors file ({exc}): copy the version directory again") from exc
+
+
+def place_state(state: Iterable[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """The tensors on a device: mapped as they are on the CPU, copied once to a GPU."""
+    return [tensor.to(device) for tensor in state]

@@ -3,7 +3,9 @@
 import importlib
 from types import ModuleType
 
-from export.contract import Toolchain
+import torch
+
+from export.contract import Shard, Toolchain
 from model_repo.errors import ShardLoadError
 
 
@@ -56,3 +58,20 @@ def _major(version: str) -> int:
     if not head.isdecimal():
         raise ShardLoadError(f"version {version!r} does not start with a number")
     return int(head)
+
+
+def check_device(shard: Shard) -> None:
+    """Hold the device that the manifest places a shard on against this machine.
+
+    Raises:
+        ShardLoadError: There is no such GPU.
+    """
+    device = torch.device(shard.device)
+    if device.type != "cuda":
+        return
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
+        raise ShardLoadError(
+            f"{shard.model}: placed on {shard.device}, and this process sees {count} GPUs: run it where that GPU is, or "
+            "export with --device cpu"
+        )

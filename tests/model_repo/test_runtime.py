@@ -128,6 +128,29 @@ def test_counters_hold_what_follows_from_the_requests(model, make_request, pb_ut
     assert measured == {"hit": 4, "unknown": 1, "item hit": 3, "item out": 2}
 
 
+def test_ids_of_a_column_wise_table_are_counted_where_its_first_column_lies(link, edit_manifest, pb_utils, args):
+    pieces = [
+        {"shard": shard, "row_start": 0, "row_stop": 3, "col_start": 2 * at, "col_stop": 2 * at + 2}
+        for at, shard in enumerate((1, 0))
+    ]
+
+    def cut(manifest):
+        manifest["tables"][1].update(routing="columns", placements=pieces)
+        first = manifest["shards"][0]
+        first["width"] = first["tables"][1]["width"] = 2
+        other = {"index": 1, "model": "clicks_shard_1", "tables": [first["tables"][1]], "width": 2}
+        manifest["shards"].append({**first, **other})
+        manifest["num_shards"] = 2
+
+    edit_manifest(cut)
+    model = importlib.import_module("model_repo.runtime").TritonPythonModel()
+    model.initialize(args)
+    model._metrics.count(np.array([True, False, True]), [1, 2])
+    model.finalize()
+    assert pb_utils.page["kjtserve_remap_ids_total", HIT] == 1
+    assert not [labels for _, labels in counters(pb_utils.page) if ("table", "item") in labels]
+
+
 SERIES = {"hit": HIT, "unknown": UNKNOWN, "item hit": ITEM_HIT, "item out": ITEM_OUT}
 
 

@@ -137,3 +137,23 @@ def test_a_missing_fbgemm_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "fbgemm_gpu", None)
     with pytest.raises(ShardLoadError, match="install kjtserve with its 'cpu' or 'gpu' extra"):
         import_fbgemm()
+
+
+def test_a_shard_on_a_gpu_that_is_not_there_is_refused(link, edit_manifest):
+    edit_manifest(lambda manifest: manifest["shards"][0].update(device="cuda:63"))
+    with pytest.raises(ShardLoadError, match=r"clicks_shard_0: placed on cuda:63, .* export with --device cpu"):
+        load_shard(link, MODEL)
+
+
+@pytest.mark.gpu
+def test_a_shard_on_a_gpu_answers_as_on_the_cpu(link, edit_manifest):
+    ids, lengths = torch.tensor([104, 7, 100, 2, -1]), torch.tensor([3, 2])
+    expected = load_shard(link, MODEL).lookup(ids, lengths)
+    edit_manifest(lambda manifest: manifest["shards"][0].update(device="cuda:0"))
+    shard = load_shard(link, MODEL)
+    shard.warm_up()
+    answer = shard.lookup(ids, lengths)
+    assert {tensor.device.type for tensor in shard._state} == {"cuda"}
+    assert torch.equal(answer.embeddings_ND, expected.embeddings_ND)
+    assert torch.equal(answer.row_ids_N, expected.row_ids_N)
+    assert torch.equal(answer.hits_N, expected.hits_N)
