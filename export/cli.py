@@ -15,12 +15,31 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from export.contract import OutOfRange, RepositoryError, Unknown, check_collection_name, collections, versions
+from export.contract import (
+    OutOfRange,
+    RepositoryError,
+    RowDtype,
+    Runtime,
+    Unknown,
+    check_collection_name,
+    collections,
+    versions,
+)
+from export.options import Evicted
 from export.progress import Progress
 from export.terminal import is_first, show_progress
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+CHECKPOINT_HELP = (
+    "A torch.distributed.checkpoint directory, written by any number of ranks: where the numbers are. It is mapped, not "
+    "loaded."
+)
+EVICTED_HELP = (
+    "When ids were evicted and evict() was not called: refuse, or serve the rows that it would name as zeros."
+)
 
 
 def _check_name(name: str) -> str:
@@ -61,6 +80,28 @@ def export(  # noqa: PLR0917  typer calls it by keyword
     out_of_range: Annotated[
         OutOfRange, typer.Option(help="Answer to an id that a plain table has no row for: an error, or zeros.")
     ] = OutOfRange.REJECT,
+    checkpoint: Annotated[Path | None, typer.Option(metavar="DCP_DIR", help=CHECKPOINT_HELP)] = None,
+    row_dtype: Annotated[
+        RowDtype,
+        typer.Option(
+            help="How shards store rows: the trainer's own numbers, or half or a quarter of the bytes, with a bound on the "
+            "error in the manifest."
+        ),
+    ] = RowDtype.FP32,
+    runtime: Annotated[
+        Runtime,
+        typer.Option(
+            help="What of Triton runs the shards: the Python backend, or pytorch_libtorch, for servers that have LibTorch "
+            "and FBGEMM's operators."
+        ),
+    ] = Runtime.PYTHON,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cpu|cuda:N", help="Where every shard's state lies. [dim]default: as the plan says, else cpu"
+        ),
+    ] = None,
+    evicted: Annotated[Evicted, typer.Option(help=EVICTED_HELP)] = Evicted.REFUSE,
 ) -> None:
     """Export a trained TorchRec collection to a Triton model repository.
 
@@ -68,11 +109,18 @@ def export(  # noqa: PLR0917  typer calls it by keyword
 
     [bold]Example[/bold]: kjtserve export training.model:build --out repo --name clicks --shards 2
 
+    What several ranks trained comes from their checkpoint; MODULE:FACTORY then gives the configs only, and may build on the
+    meta device. Under [bold]torchrun[/bold] the ranks share the work: each writes some of the shards.
+
+    [bold]Example[/bold]: torchrun --no-python --nproc-per-node 2 kjtserve export training.model:build --checkpoint step_9000
+    --out repo --name clicks --shards 8
+
     A [bold]plan.yaml[/bold] cuts tables one by one; those that it leaves out are spread over all shards:
 
     shards: 3
 
-    tables: {user: {routing: hash}, item: {routing: table, shard: 1}, category: {routing: rows, rows: [4, 3, 3]}}
+    tables: {user: {routing: hash}, item: {shard: 1}, category: {rows: [4, 3, 3]}, brand: {columns: [[0, 8], [2, 8]]},
+    country: {shards: all}}
     """
     if shards is not None and plan is not None:
         raise typer.BadParameter("give --shards or --plan, not both: the plan says how many shards there are")
@@ -82,19 +130,27 @@ def export(  # noqa: PLR0917  typer calls it by keyword
     with _ended_by_sigterm(), show_progress() as on_progress:
         on_progress("loading torch and torchrec", 0, 1)
         from export.collection import export_collection
+        from export.team import join_team
 
         on_progress("loading torch and torchrec", 1, 1)
-        manifest = export_collection(
-            _load(module, on_progress),
-            out,
-            name=name,
-            num_shards=shards,
-            plan=plan,
-            version=version,
-            unknown=unknown,
-            out_of_range=out_of_range,
-            on_progress=on_progress,
-        )
+        with join_team() as team:
+            manifest = export_collection(
+                _load(module, on_progress),
+                out,
+                name=name,
+                num_shards=shards,
+                plan=plan,
+                version=version,
+                unknown=unknown,
+                out_of_range=out_of_range,
+                checkpoint=checkpoint,
+                row_dtype=row_dtype,
+                runtime=runtime,
+                device=device,
+                evicted=evicted,
+                team=team,
+                on_progress=on_progress,
+            )
     if is_first():
         console = Console()
         published = f"{out}: published {name} version {manifest.version}; rows of each table by shard:"
@@ -102,13 +158,15 @@ def export(  # noqa: PLR0917  typer calls it by keyword
         console.print(describe_shards(manifest))
 
 
-def verify(
+def verify(  # noqa: PLR0917  typer calls it by keyword
     repo: Annotated[Path, typer.Argument(metavar="REPO", help="Triton model repository.")],
     against: Annotated[
         str, typer.Option(metavar="MODULE:FACTORY", help="The module that the version was exported from.")
     ],
     name: Annotated[str | None, typer.Option(help="Collection. [dim]default: the only one")] = None,
     version: Annotated[int | None, typer.Option(min=1, help="Version. [dim]default: the newest")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(metavar="DCP_DIR", help=CHECKPOINT_HELP)] = None,
+    evicted: Annotated[Evicted, typer.Option(help=EVICTED_HELP)] = Evicted.REFUSE,
 ) -> None:
     """Prove that a published version is whole and answers as the module does.
 
@@ -125,7 +183,15 @@ def verify(
         from export.collection import verify_version
 
         on_progress("loading torch and torchrec", 1, 1)
-        report = verify_version(repo, collection, _load(against, on_progress), version, on_progress=on_progress)
+        report = verify_version(
+            repo,
+            collection,
+            _load(against, on_progress),
+            version,
+            checkpoint=checkpoint,
+            evicted=evicted,
+            on_progress=on_progress,
+        )
     Console().print(
         f"{repo}: {report.collection} version {report.version} is whole and answers as {against} does: "
         f"{report.files} files ({human_bytes(report.bytes)}), {report.ids:,} ids compared",

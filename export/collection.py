@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from torch import nn
 from torchrec.distributed.types import ParameterSharding
@@ -18,7 +18,7 @@ from export.check import check_version
 from export.contract import Manifest, OutOfRange, RowDtype, Runtime, Unknown, check_collection_name, version_dir
 from export.errors import ExportError
 from export.input_hash import trace_input_hashes
-from export.maps import Evicted
+from export.options import Evicted
 from export.placement import choose_plan, place_tables
 from export.plans import Plan
 from export.progress import Progress, silent
@@ -60,7 +60,7 @@ def export_collection(
     row_dtype: str = RowDtype.FP32,
     runtime: str = Runtime.PYTHON,
     device: str | None = None,
-    evicted: Evicted = "refuse",
+    evicted: str = Evicted.REFUSE,
     checkpoint: str | Path | Mapping[str, Any] | None = None,
     team: Team | None = None,
     on_progress: Progress = silent,
@@ -126,7 +126,7 @@ def export_sharded(
     row_dtype: str = RowDtype.FP32,
     runtime: str = Runtime.PYTHON,
     device: str | None = None,
-    evicted: Evicted = "refuse",
+    evicted: str = Evicted.REFUSE,
     on_progress: Progress = silent,
 ) -> Manifest:
     """Write a live sharded collection as a version: called by every rank, each writes the shard of its own number.
@@ -157,7 +157,7 @@ def export_sharded(
     team = Ranks()
     order = team.each(
         lambda: _order(
-            read_sharded(module, evicted=evicted, row_dtype=row_dtype),
+            read_sharded(module, evicted=_choice(Evicted, "evicted", evicted), row_dtype=row_dtype),
             lambda source: read_sharding_plan(source, sharding_plan_of(module), device=device, shards=team.size),
             name=name,
             unknown=unknown,
@@ -169,11 +169,10 @@ def export_sharded(
     return build_version(Path(repo), order, version, team=team, shards=[team.rank], on_progress=on_progress)
 
 
-def _read(module: nn.Module, checkpoint: str | Path | Mapping[str, Any] | None, evicted: Evicted) -> CollectionSource:
-    if evicted not in get_args(Evicted):
-        raise ExportError(f"evicted {evicted!r}: use one of {', '.join(get_args(Evicted))}")
+def _read(module: nn.Module, checkpoint: str | Path | Mapping[str, Any] | None, evicted: str) -> CollectionSource:
+    rule = _choice(Evicted, "evicted", evicted)
     if checkpoint is None:
-        return read_collection(module, evicted=evicted)
+        return read_collection(module, evicted=rule)
     return restore_collection(module, checkpoint)
 
 
@@ -213,7 +212,7 @@ def verify_version(
     version: int | None = None,
     *,
     checkpoint: str | Path | Mapping[str, Any] | None = None,
-    evicted: Evicted = "refuse",
+    evicted: str = Evicted.REFUSE,
     on_progress: Progress = silent,
 ) -> VerifyReport:
     """Hold a published version against a module: checksums of every file, links, then every answer.

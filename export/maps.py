@@ -5,7 +5,7 @@ Must not change a module. Shape suffixes: K ids in a map, R rows of a table.
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,12 +15,10 @@ from torchrec.modules.mc_modules import MCHManagedCollisionModule
 
 from export.contract import INT64_MAX, NO_ROW, Mpzch, Remap, TrainingBuckets, training_bucket
 from export.errors import ExportError
+from export.options import Evicted
 from export.source import InputHash, MapPiece, MapSource
 
 _log = logging.getLogger(__name__)
-
-Evicted = Literal["refuse", "reset"]
-"""What to do when ids were evicted and nobody has called ``evict()``: refuse, or serve their rows as zeros."""
 
 
 def check_served(table: str, module: nn.Module) -> None:
@@ -43,7 +41,7 @@ def unconsumed_rows(table: str, modules: Sequence[nn.Module], evicted: Evicted) 
     named = [rows for module in modules for rows in _evicted_rows(module)]
     if not named:
         return None
-    if evicted == "refuse":
+    if evicted is Evicted.REFUSE:
         raise ExportError(
             f"table {table}: ids were evicted since the last evict(), so their rows still hold the evicted ids' "
             "embeddings; call evict() on the collision modules and reset the rows that it names, or export with "

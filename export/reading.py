@@ -13,13 +13,14 @@ from torchrec.modules.mc_modules import MCHManagedCollisionModule
 
 from export.contract import TrainingBuckets
 from export.errors import ExportError
-from export.maps import Evicted, check_served, read_map, unconsumed_rows
+from export.maps import check_served, read_map, unconsumed_rows
+from export.options import Evicted
 from export.rows import RowPiece, TableRows
 from export.shards import local_shards
 from export.source import CollectionSource, MapPiece, MapSource, TableSource
 
 
-def read_collection(module: nn.Module, *, evicted: Evicted = "refuse") -> CollectionSource:
+def read_collection(module: nn.Module, *, evicted: Evicted = Evicted.REFUSE) -> CollectionSource:
     """Describe a TorchRec module without copying its rows.
 
     Args:

@@ -14,14 +14,17 @@ from torchrec.modules.mc_modules import MCHManagedCollisionModule
 
 from export.contract import RowDtype, TrainingBuckets
 from export.errors import ExportError
-from export.maps import Evicted, check_served, read_map, unconsumed_rows
+from export.maps import check_served, read_map, unconsumed_rows
+from export.options import Evicted
 from export.reading import check_embedding_names, check_features, check_piece, make_piece
 from export.rows import TableRows
 from export.shards import local_shards
 from export.source import CollectionSource, MapPiece, MapSource, TableSource
 
 
-def read_sharded(module: nn.Module, *, evicted: Evicted = "refuse", row_dtype: str = RowDtype.FP32) -> CollectionSource:
+def read_sharded(
+    module: nn.Module, *, evicted: Evicted = Evicted.REFUSE, row_dtype: str = RowDtype.FP32
+) -> CollectionSource:
     """Describe what this rank holds of a sharded module; every rank's tables are the same, their rows are its own.
 
     Args:

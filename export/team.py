@@ -3,7 +3,9 @@
 Small objects travel, tensors never do. Whatever fails on one rank fails on all of them, with that rank's name.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -115,3 +117,16 @@ class Ranks:
             if message is not None:
                 raise ExportError(f"rank {rank}: {message}; nothing was published")
         return [result for result, _ in outcomes]
+
+
+@contextmanager
+def join_team() -> Iterator[Team]:
+    """The ranks that torchrun started, over gloo; this process alone where it did not."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield Alone()
+        return
+    dist.init_process_group("gloo")
+    try:
+        yield Ranks()
+    finally:
+        dist.destroy_process_group()
