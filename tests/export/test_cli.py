@@ -109,7 +109,7 @@ def test_a_failure_is_one_line_on_stderr_and_status_1(kjtserve, tmp_path, argume
         ("export", "training_job:plain", "--out", "repo", "--name", "c", "--shards", 2, "--plan", "plan.yaml"),
         ("export", "training_job:plain", "--out", "repo", "--name", "c", "--unknown", "maybe"),
         ("export", "training_job:plain", "--out", "repo", "--name", "1"),
-        ("export", "training_job:plain", "--out", "repo", "--name", "c", "--runtime", "python"),
+        ("export", "training_job:plain", "--out", "repo", "--name", "c", "--runtime", "onnx"),
         ("verify", "repo"),
         ("verify", "repo", "--against", "training_job"),
         ("inspect", "repo", "--version", "x"),
