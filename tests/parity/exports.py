@@ -47,9 +47,8 @@ class Export:
 
 PLAIN = (
     Export(shards=1, world=None, dim=20, row_dtype="int8", tables=1),
-    Export(shards=2, world=None, dim=64, need_indices=True),
-    Export(shards=3, world=None, dim=6, row_dtype="fp16", torchrec_plan=True),
-    Export(shards=4, world=None, dim=3, zero=True),
+    Export(shards=2, world=None, dim=6, row_dtype="fp16", torchrec_plan=True),
+    Export(shards=4, world=None, dim=3, zero=True, need_indices=True),
 )
 MANAGED = (
     Export(shards=1, world=4, zero=True),

@@ -33,7 +33,7 @@ from tests.modules import fill_identities
 from tests.parity.tables import INT64_MAX, TableCase, build_managed, managed_tables
 
 WORLDS = (1, 2, 4)
-DIMS = {0: 4, 1: 6, 2: 3, 4: 128}
+DIMS = {0: 4, 1: 6, 2: 64, 4: 128}
 """Embedding dimension of the collection that so many ranks train; 0: the unsharded module."""
 LIVE_ROWS = {2: "fp16", 4: "int8"}
 """How so many ranks store rows when they export themselves."""
