@@ -56,7 +56,8 @@ def warn_of_skew(tables: Sequence[PlacedTable], num_shards: int) -> None:
 def find_skew(tables: Sequence[PlacedTable], num_shards: int) -> Iterator[Skew]:
     """What ``warn_of_skew`` says, as data.
 
-    ``hash`` and ``replicated`` are even by construction, and how often an id is asked for is not known here.
+    ``hash`` and ``replicated`` are even by construction, and how often an id is asked for is not known here. Of a live
+    sharded module a rank sees its own ids alone, which say nothing about the others'.
     """
     bytes_S = [0] * num_shards
     for table in tables:
@@ -99,7 +100,7 @@ def _reason(source: MapSource, num_shards: int) -> str:
 def _ids_by_shard(table: PlacedTable, num_shards: int) -> list[int]:
     """Ids of a managed table on each shard; ``hash`` as it is on average."""
     ids_S = [0] * num_shards
-    if table.source.map is None:
+    if table.source.map is None or not _is_whole(table):
         return ids_S
     rows_K = table.source.map.rows_K
     for piece in table.placements:
@@ -110,9 +111,15 @@ def _ids_by_shard(table: PlacedTable, num_shards: int) -> list[int]:
     return ids_S
 
 
+def _is_whole(table: PlacedTable) -> bool:
+    """Whether this process sees all of a managed table's map."""
+    assert table.source.map is not None
+    return sum(piece.row_stop - piece.row_start for piece in table.source.map.pieces) == table.source.rows
+
+
 def _bytes_by_shard(table: PlacedTable, ids_S: Sequence[int]) -> list[int]:
     """FP32 bytes of a table's rows on each shard; the row dtype changes all of them alike."""
-    if table.source.map is not None and table.source.map.remap is Remap.MCH:
+    if table.source.map is not None and table.source.map.remap is Remap.MCH and _is_whole(table):
         return [ids * table.source.dim * 4 for ids in ids_S]
     bytes_S = [0] * len(ids_S)
     for piece in table.placements:

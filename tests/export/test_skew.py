@@ -46,6 +46,7 @@ def trained_on(ids, *, buckets, input_hash_size, remap=Remap.MCH):
         training=TrainingBuckets(input_hash_size=input_hash_size, row_edges=tuple(edges)),
         ids_K=torch.tensor(ids[: len(rows_K)]),
         rows_K=torch.tensor(rows_K),
+        pieces=(replace(table.map.pieces[0], row_stop=rows),),
     )
     table = replace(table, numbers=whole_table("user", torch.zeros(rows, 4)), map=source)
     return replace(MANAGED, tables=(table,))
@@ -72,6 +73,15 @@ def test_small_ids_below_the_default_hash_size_all_go_to_shard_0_and_hash_is_adv
 @pytest.mark.parametrize(("ids", "size"), [(LARGE, 2**63 - 1), (SMALL, 1001), (SMALL, 0)])
 def test_ids_that_fill_their_blocks_or_go_by_modulo_are_even(ids, size):
     assert skews(trained_on(ids, buckets=4, input_hash_size=size), 4, routing="training") == []
+
+
+def test_a_rank_of_a_live_module_says_nothing_of_ids_that_it_cannot_see():
+    source = trained_on(SMALL, buckets=4, input_hash_size=2**63 - 1)
+    (table,) = source.tables
+    quarter = replace(table.map.pieces[0], row_stop=table.rows // 4)
+    mine = replace(source, tables=(replace(table, map=replace(table.map, pieces=(quarter,))),))
+    assert len(skews(source, 4, routing="training")) == 1
+    assert skews(mine, 4, routing="training") == []
 
 
 def test_hash_routing_is_even_whatever_training_did():
