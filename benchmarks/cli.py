@@ -31,14 +31,15 @@ def bench(
 ) -> None:
     """Measure the stack: against its peers, side by side in one run, and against its own targets.
 
-    So far: remap of raw ids on a managed-collision map, TorchRec's against a shard's; start and memory of a shard.
+    So far: remap of raw ids on a managed-collision map, TorchRec's against a shard's; start and memory of a shard;
+    export of a 4 GB table by two ranks.
 
-    A whole run needs about 5 GB of memory and 2.2 GB of temporary files.
+    A whole run needs about 6 GB of memory and 8.6 GB of temporary files.
     """
     # Building a JaggedTensor makes torch log advice about tracing that no user of a command can act on.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     try:
-        from benchmarks import remap, start
+        from benchmarks import ranks, remap, start
         from benchmarks.report import as_document, render
         from service.triton_files import check_system
     except ModuleNotFoundError as exc:
@@ -46,7 +47,7 @@ def bench(
     check_system(num_models=1)  # now, and not after the minutes before the first start
     with _json_file(json_path) as json_file:
         comparisons, measurements = _measure(quick=quick, rounds=rounds)
-        notes = [remap.describe(), remap.explain(), start.describe()]
+        notes = [remap.describe(), remap.explain(), start.describe(), ranks.describe()]
         if json_file is not None:
             json.dump(as_document(comparisons, measurements, notes=notes), json_file, indent=2)
             json_file.write("\n")
@@ -55,7 +56,7 @@ def bench(
 
 
 def _measure(*, quick: bool, rounds: int) -> tuple[list["Comparison"], list["Measurement"]]:
-    from benchmarks import remap, start
+    from benchmarks import ranks, remap, start
 
     comparisons = []
     # Drawn only when a step is told: a thread that draws meanwhile would be charged to what is measured.
@@ -65,8 +66,9 @@ def _measure(*, quick: bool, rounds: int) -> tuple[list["Comparison"], list["Mea
             for num_ids in QUICK_MAP_SIZES if quick else MAP_SIZES:
                 comparisons += remap.run(num_ids, rounds=rounds, on_progress=bars.tell)
             measurements = start.run(start.QUICK_ROWS if quick else start.ROWS, on_progress=bars.tell)
+            measurements += ranks.run(ranks.QUICK_ROWS if quick else ranks.ROWS, on_progress=bars.tell)
         except OSError as exc:
-            raise UserError(f"bench: temporary files: {exc}; set TMPDIR to a folder with 3 GB free") from exc
+            raise UserError(f"bench: temporary files: {exc}; set TMPDIR to a folder with 9 GB free") from exc
     return comparisons, measurements
 
 
