@@ -60,7 +60,6 @@ def check_version(
         for table in source.tables:
             for ids_N in sweep_ids(table):
                 compared += _compare(version, source, {table.name: ids_N}, raw=False, all_programs=False)
-                version.release()
                 done += int(ids_N.shape[0]) * row_bytes
                 on_progress(step, min(done, total), total)
     return compared
@@ -106,6 +105,7 @@ def _compare(
         compared += sum(int(ids_M.shape[0]) for ids_M in pieces)
         for file, program in programs.items():
             answers = program(shard, pieces)
+            version.release()
             for entry, want, got in zip(shard.tables, expected, answers, strict=True):
                 if want is not None:
                     _hold(version.manifest.table(entry.table), shard, want, got, where=f"shard {index} ({file})")
