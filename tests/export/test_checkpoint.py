@@ -1,0 +1,111 @@
+"""Distributed checkpoints and state dicts as a source; what is damaged, hostile or not there is refused by name."""
+
+import pickle
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from export import export_collection, verify_version
+from export.checkpoint import Checkpoint, find_name, open_state, read_whole
+from export.contract import INT64_MAX, versions
+from export.errors import ExportError
+from tests.export.reader import expected, served
+from tests.modules import hash_zch_collection, managed_collection, map_of, plain_collection, untrained_collection
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
+
+
+def save(module, folder, prefix=""):
+    state = {prefix + name: value for name, value in module.state_dict().items()}
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@pytest.mark.parametrize("prefix", ["", "model.sparse."])
+@pytest.mark.parametrize("source", ["checkpoint", "state dict"])
+def test_a_module_on_the_meta_device_gives_the_configs_and_the_checkpoint_the_numbers(tmp_path, prefix, source):
+    module = managed_collection()
+    state = {prefix + name: value for name, value in module.state_dict().items()}
+    checkpoint = save(module, tmp_path / "ck", prefix) if source == "checkpoint" else state
+    on_meta = untrained_collection(device="meta")
+    manifest = export_collection(on_meta, tmp_path / "repo", name="c", num_shards=2, checkpoint=checkpoint)
+    ids = {table: [*map_of(module, table), -1, INT64_MAX, 5, -7] for table in ("user", "item")}
+    answers = served(tmp_path / "repo", manifest, ids)
+    assert all(answers[table] == expected(module, table, ids[table]) for table in ids)
+    assert verify_version(tmp_path / "repo", "c", on_meta, checkpoint=checkpoint).ids > 0
+
+
+def test_strides_and_half_precision_survive(tmp_path):
+    table = torch.randn(6, 4).half()
+    dcp.save({"a": table.t(), "b": torch.arange(5)}, checkpoint_id=tmp_path, no_dist=True)
+    state = Checkpoint(tmp_path)
+    assert torch.equal(read_whole(state, "a"), table.t())
+    assert torch.equal(read_whole(state, "b"), torch.arange(5))
+
+
+def refuse(checkpoint, tmp_path, message, module=None):
+    with pytest.raises(ExportError, match=message):
+        export_collection(module or plain_collection(), tmp_path / "repo", name="c", checkpoint=checkpoint)
+    assert versions(tmp_path / "repo", "c") == []
+
+
+def test_what_is_not_there_is_named(tmp_path):
+    refuse(tmp_path / "nowhere", tmp_path, r"nowhere/\.metadata: No such file")
+    refuse(
+        save(plain_collection({"other": 3}), tmp_path / "ck"), tmp_path, r"holds no embeddings\.user\.weight; it has"
+    )
+    refuse(
+        save(plain_collection({"user": 11}), tmp_path / "c2"),
+        tmp_path,
+        r"user\.weight: shape \(11, 4\), the module says",
+    )
+    two = {"a.embeddings.user.weight": torch.zeros(10, 4), "b.embeddings.user.weight": torch.zeros(10, 4)}
+    refuse(two, tmp_path, r"\['a\.embeddings\.user\.weight', 'b\.embeddings\.user\.weight'\] all end in")
+    refuse({"embeddings.user.weight": torch.zeros(10, 4, dtype=torch.int8)}, tmp_path, "only floating point is served")
+
+
+def test_a_file_that_is_cut_off_or_missing_is_named(tmp_path):
+    checkpoint = save(plain_collection(), tmp_path / "ck")
+    (file,) = checkpoint.glob("*.distcp")
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    refuse(checkpoint, tmp_path, r"__0_0\.distcp: ")
+    file.unlink()
+    refuse(checkpoint, tmp_path, r"__0_0\.distcp: .*copy the whole checkpoint directory")
+
+
+def test_metadata_that_would_run_code_is_refused_before_it_does(tmp_path):
+    class Hostile:
+        def __reduce__(self):
+            return print, ("it ran",)
+
+    checkpoint = save(plain_collection(), tmp_path / "ck")
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Hostile()))
+    refuse(checkpoint, tmp_path, r"names builtins\.print, which no checkpoint of tensors needs: refused")
+    (checkpoint / ".metadata").write_bytes(b"\x80\x04nonsense")
+    refuse(checkpoint, tmp_path, r"\.metadata: cannot be read")
+
+
+def test_a_file_outside_of_the_checkpoint_is_refused(tmp_path):
+    checkpoint = save(plain_collection(), tmp_path / "ck")
+    (file,) = checkpoint.glob("*.distcp")
+    outside = tmp_path / "outside"
+    file.rename(outside)
+    file.symlink_to(outside)
+    refuse(checkpoint, tmp_path, "outside of it")
+
+
+def test_a_map_of_another_bucket_count_is_refused(tmp_path):
+    module = hash_zch_collection()
+    state = module.state_dict()
+    (name,) = [key for key in state if key.endswith("user._hash_zch_bucket")] or [None]
+    assert name is not None
+    state[name] = state[name] + 1
+    refuse(state, tmp_path, r"table user: its state was saved with \d+ buckets, the module has", module)
+
+
+def test_a_name_is_found_behind_any_path_of_modules_but_not_inside_another_word():
+    state = open_state({"x.my_embeddings.t.weight": torch.zeros(1), "m.embeddings.t.weight": torch.zeros(1)})
+    assert find_name(state, "embeddings.t.weight") == "m.embeddings.t.weight"
+    assert find_name(state, "embeddings.u.weight") is None
