@@ -137,7 +137,12 @@ class Checkpoint:
         Raises:
             ExportError: A file is missing or cut off, or holds something else.
         """
-        return [self._chunk(name, tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self._tensors[name].chunks]
+        # An empty one has the place of its neighbour, and DCP's own index cannot tell them apart.
+        return [
+            self._chunk(name, tuple(chunk.offsets), tuple(chunk.sizes))
+            for chunk in self._tensors[name].chunks
+            if chunk.sizes.numel()
+        ]
 
     def _chunk(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Chunk:
         info = self._stored.get((name, offsets))

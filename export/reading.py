@@ -60,6 +60,8 @@ def split_module(module: nn.Module) -> tuple[Any, Any | None]:
     kind = type(module).__name__
     if isinstance(module, (EmbeddingBagCollection, ManagedCollisionEmbeddingBagCollection)):
         raise ExportError(f"{kind} gives pooled embeddings, which are not served; train with an EmbeddingCollection")
+    if type(module).__module__.startswith("torchrec.quant"):
+        raise ExportError(f"{kind} of torchrec.quant is quantised; pass the trained module, and int8 as row_dtype")
     if kind.startswith("Sharded") or kind == "DistributedModelParallel":
         raise ExportError(f"{kind} is sharded; call export_sharded on every rank, or export its checkpoint")
     raise ExportError(
@@ -79,8 +81,17 @@ def check_embedding_names(tables: tuple[TableSource, ...]) -> None:
             makers[name] = maker
 
 
-def check_features(config: Any) -> tuple[str, ...]:
-    """A table's features, each once."""
+def check_config(config: Any) -> tuple[str, ...]:
+    """Features of a table whose config can be served.
+
+    Raises:
+        ExportError: It cannot; names the table.
+    """
+    if config.use_virtual_table:
+        raise ExportError(
+            f"table {config.name}: use_virtual_table keeps its rows in a key-value store, which is not served; use a "
+            "managed collision module for ids of a large range"
+        )
     features = tuple(config.feature_names)
     if len(set(features)) != len(features):
         raise ExportError(f"table {config.name}: features {list(features)} name one twice; list each feature once")
@@ -90,7 +101,7 @@ def check_features(config: Any) -> tuple[str, ...]:
 def _read_table(
     config: Any, embedding: nn.Module, embedding_names: tuple[str, ...], collisions: Any | None, evicted: Evicted
 ) -> TableSource:
-    features = check_features(config)
+    features = check_config(config)
     zeroed = None
     source: MapSource | None = None
     if collisions is not None:

@@ -16,7 +16,7 @@ from export.checkpoint import State, find_name, open_state, read_whole
 from export.contract import TrainingBuckets
 from export.errors import ExportError
 from export.maps import check_served, read_map
-from export.reading import check_embedding_names, check_features, split_module
+from export.reading import check_config, check_embedding_names, split_module
 from export.rows import RowPiece, TableRows
 from export.source import CollectionSource, MapPiece, MapSource, TableSource
 
@@ -40,7 +40,7 @@ def restore_collection(module: nn.Module, checkpoint: str | Path | Mapping[str, 
         tables.append(
             TableSource(
                 name=config.name,
-                features=check_features(config),
+                features=check_config(config),
                 embedding_names=tuple(names),
                 numbers=_read_rows(state, config),
                 map=None if collision is None else _restore_map(state, config, collision),

@@ -81,7 +81,9 @@ def dequantize(bytes_NC: torch.Tensor, scales_N2: torch.Tensor) -> torch.Tensor:
 
 def _error(stored_NC: torch.Tensor, rows_NC: torch.Tensor) -> float:
     difference = (stored_NC - rows_NC).abs().nan_to_num(0.0, 0.0, 0.0)  # NaN and infinity are stored as they are
-    return float(difference.max()) if difference.numel() else 0.0
+    largest = difference.max() if difference.numel() else torch.zeros(())
+    # A difference of FP32 numbers is rounded, maybe down, and a bound has to hold.
+    return float(torch.nextafter(largest, torch.tensor(torch.inf))) if largest > 0 else 0.0
 
 
 def _refuse(bad: torch.Tensor, name: Callable[[int], str], what: str, advice: str) -> None:

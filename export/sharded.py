@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.mc_embedding import ShardedManagedCollisionEmbeddingCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ParameterSharding, ShardingType
@@ -16,7 +17,7 @@ from export.contract import RowDtype, TrainingBuckets
 from export.errors import ExportError
 from export.maps import check_served, read_map, unconsumed_rows
 from export.options import Evicted
-from export.reading import check_embedding_names, check_features, check_piece, make_piece
+from export.reading import check_config, check_embedding_names, check_piece, make_piece
 from export.rows import TableRows
 from export.shards import local_shards
 from export.source import CollectionSource, MapPiece, MapSource, TableSource
@@ -50,7 +51,7 @@ def read_sharded(
         tables.append(
             TableSource(
                 name=config.name,
-                features=check_features(config),
+                features=check_config(config),
                 embedding_names=tuple(names),
                 numbers=TableRows(
                     table=config.name,
@@ -97,6 +98,11 @@ def _check_sharding(table: str, sharding: ParameterSharding, row_dtype: str) -> 
         raise ExportError(
             f"table {table}: int8 takes its scale from whole rows, and no rank of a column-wise table has them; export a "
             "checkpoint, or use fp16"
+        )
+    if sharding.compute_kernel == EmbeddingComputeKernel.KEY_VALUE.value:
+        raise ExportError(
+            f"table {table}: compute kernel 'key_value' keeps its rows on SSD, which is not served; use one that holds them "
+            "in memory"
         )
 
 

@@ -25,7 +25,7 @@ def test_int8_is_within_a_step_of_the_rows_own_range(rows):
     error = (dequantize(stored.rows_NC, stored.scales_N2) - rows).abs()
     span = rows.max(dim=1).values.double() - rows.min(dim=1).values.double()
     assert bool((error.double() <= span[:, None] / LEVELS * (1 + 1e-5) + rows.abs().max() * 1e-6).all())
-    assert stored.max_error == float(error.max())
+    assert float(error.max()) <= stored.max_error <= float(error.max()) * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("dim", [3, 4, 6, 20, 64, 128])
@@ -40,11 +40,12 @@ def test_every_dimension_is_stored_in_a_quarter_of_the_bytes_within_the_stated_b
     assert bool((error[3:6] == 0).all())
     span = rows.max(dim=1).values - rows.min(dim=1).values
     assert bool((error <= span[:, None] / LEVELS).all())
-    assert float(error.max()) == stored.max_error
+    assert float(error.max()) <= stored.max_error <= float(error.max()) * (1 + 1e-6)
     half = store_rows(rows, RowDtype.FP16, None, name)
     assert half.rows_NC.nbytes * 2 == rows.nbytes
     assert torch.equal(half.rows_NC, rows.half())
-    assert half.max_error == float((rows.half().float() - rows).abs().max())
+    lost = float((rows.half().float() - rows).abs().max())
+    assert lost <= half.max_error <= lost * (1 + 1e-6)
 
 
 def test_a_column_is_stored_alike_whichever_columns_lie_beside_it():

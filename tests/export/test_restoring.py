@@ -1,0 +1,72 @@
+"""State of every kind: tensors, sharded ones, checkpoints of them, and evictions that nobody has consumed."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.placement_types import Shard as ShardOf
+
+from export import export_collection
+from export.errors import ExportError
+from export.reading import read_collection
+from export.restoring import restore_collection
+from tests.export.reader import served
+from tests.modules import managed_collection, map_of, plain_collection
+
+TRAINED = plain_collection()
+
+
+@pytest.fixture(scope="module")
+def _one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def two_shards(weight):
+    """A ShardedTensor of two row shards, both on this rank."""
+    half = weight.shape[0] // 2
+    parts = [(0, weight[:half]), (half, weight[half:])]
+    shards = [Shard.from_tensor_and_offsets(part.detach().clone(), [start, 0], rank=0) for start, part in parts]
+    return init_from_local_shards(shards, *weight.shape)
+
+
+KINDS = {
+    "plain": lambda weight: weight.detach().clone(),
+    "ShardedTensor": two_shards,
+    "DTensor": lambda weight: distribute_tensor(weight.detach(), init_device_mesh("cpu", (1,)), [ShardOf(0)]),
+}
+
+
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # torch's own, of its sharded tensors
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_rows_are_read_from_every_kind_of_state(tmp_path, kind, saved):
+    """As a state dict, and from the checkpoint that ``dcp.save`` writes of it."""
+    state = {f"model.{name}": KINDS[kind](weight) for name, weight in TRAINED.state_dict().items()}
+    if saved:
+        dcp.save(state, checkpoint_id=tmp_path / "checkpoint")
+    source = restore_collection(plain_collection(seed=9), tmp_path / "checkpoint" if saved else state)
+    for table in source.tables:
+        weight = TRAINED.embeddings[table.name].weight
+        assert torch.equal(table.numbers.read(0, table.rows), weight)
+        assert torch.equal(table.numbers.gather(torch.tensor([table.rows - 1, 0])), weight[[-1, 0]])
+
+
+def test_rows_of_unconsumed_evictions_are_zeros_when_asked(tmp_path):
+    module = managed_collection()
+    collision = module._managed_collision_collection._managed_collision_modules["item"]
+    collision._evicted = True
+    collision._evicted_emb_indices = torch.tensor([2, 5])
+    with pytest.raises(ExportError, match=r"--evicted reset"):
+        read_collection(module)
+    manifest = export_collection(module, tmp_path, name="c", num_shards=2, evicted="reset")
+    ids = [id_ for id_, row in map_of(module, "item").items() if row in {2, 5, 6}]
+    answers = served(tmp_path, manifest, {"item": ids})["item"]
+    assert sorted((row, numbers == bytes(16)) for numbers, row, _ in answers) == [(2, True), (5, True), (6, False)]
+    assert bool(module._embedding_module.embeddings["item"].weight[[2, 5]].all())
