@@ -120,12 +120,15 @@ def export(  # noqa: PLR0917  typer calls it by keyword
     shards: 3
 
     tables: {user: {routing: hash}, item: {shard: 1}, category: {rows: [4, 3, 3]}, brand: {columns: [[0, 8], [2, 8]]},
-    country: {shards: all}}
+    country: {shards: all}, session: {routing: training}}
+
+    rows and columns are sizes, one for each shard, or pairs of shard and size in their order; training keeps TorchRec's
+    buckets whole. devices: cuda:0, or one for each shard.
     """
     if shards is not None and plan is not None:
         raise typer.BadParameter("give --shards or --plan, not both: the plan says how many shards there are")
     _check_target(module)
-    from export.report import describe_shards
+    from export.report import describe_shards, describe_tables
 
     with _ended_by_sigterm(), show_progress() as on_progress:
         on_progress("loading torch and torchrec", 0, 1)
@@ -153,8 +156,9 @@ def export(  # noqa: PLR0917  typer calls it by keyword
             )
     if is_first():
         console = Console()
-        published = f"{out}: published {name} version {manifest.version}; rows of each table by shard:"
+        published = f"{out}: published {name} version {manifest.version}"
         console.print(published, markup=False, highlight=False, soft_wrap=True)
+        console.print(describe_tables(manifest))
         console.print(describe_shards(manifest))
 
 

@@ -6,6 +6,7 @@ Reads manifests only; must not import torch.
 import time
 
 from rich.console import Group, RenderableType
+from rich.table import Column
 from rich.table import Table as Grid
 from rich.text import Text
 
@@ -13,46 +14,49 @@ from export.contract import Manifest, Routing, RowDtype, Shard, Table
 
 
 def describe_version(manifest: Manifest, published: list[int]) -> RenderableType:
-    """A version for reading: its tables, then its shards."""
-    return Group(_title(manifest, published), describe_tables(manifest), describe_shards(manifest))
+    """A version for reading: where its tables lie, how full their maps are, and how large its shards."""
+    maps = [describe_maps(manifest)] if any(table.managed for table in manifest.tables) else []
+    return Group(_title(manifest, published), describe_tables(manifest), *maps, describe_shards(manifest))
 
 
 def describe_tables(manifest: Manifest) -> Grid:
-    """Features, routing, rows and occupancy of each table: ids in the map, how full that is, slots still open.
+    """Features, routing and row dtype of each table, and what each shard holds of it: rows, and which columns if not all.
 
-    ``buckets`` are those of training; ``dtype`` comes with the bound on the error of a number.
+    ``dtype`` comes with the bound on the error of a number.
     """
-    grid = Grid("table", "features", "remap", "routing", "dtype")
-    for column in ("buckets", "rows", "ids", "full", "open"):
+    grid = Grid("table", "features", "routing", "dtype", Column("rows", justify="right"), "shard: rows")
+    for table in manifest.tables:
+        held = [f"{shard.index}: {rows}" for shard in manifest.shards if (rows := _held(table, shard))]
+        cells = (table.name, ", ".join(table.embedding_names), table.routing.value, _dtype(manifest, table))
+        grid.add_row(*map(Text, (*cells, f"{table.rows:,}", "  ".join(held))))
+    return grid
+
+
+def describe_maps(manifest: Manifest) -> Grid:
+    """Kind and occupancy of each managed-collision map: training's buckets, ids, how full it is, slots still open."""
+    grid = Grid("map", "remap")
+    for column in ("buckets", "ids", "full", "open"):
         grid.add_column(column, justify="right")
     for table in manifest.tables:
-        zch = table.zch
-        grid.add_row(
-            table.name,
-            ", ".join(table.embedding_names),
-            table.remap.value if zch is None else f"{table.remap.value} {zch.policy.removesuffix('_EvictionPolicy')}",
-            table.routing.value,
-            _dtype(manifest, table),
-            "" if table.training is None else f"{table.training.buckets:,}",
-            f"{table.rows:,}",
-            "" if zch is None else f"{zch.occupied:,}",
-            "" if zch is None else f"{zch.occupied / zch.size:.1%}",
-            "" if zch is None else f"{zch.open_slots:,}",
-        )
+        zch, training = table.zch, table.training
+        if zch is not None and training is not None:
+            grid.add_row(
+                Text(table.name),
+                f"{table.remap.value} {zch.policy.removesuffix('_EvictionPolicy')}",
+                f"{training.buckets:,}",
+                f"{zch.occupied:,}",
+                f"{zch.occupied / zch.size:.1%}",
+                f"{zch.open_slots:,}",
+            )
     return grid
 
 
 def describe_shards(manifest: Manifest) -> Grid:
-    """What of each table lies on each shard (its rows, and which columns if not all), where, and how many bytes."""
-    grid = Grid("shard", "Triton model")
-    for table in manifest.tables:
-        header = Text(f"{table.name}\n{table.routing.value}, {table.row_dtype.value}")
-        grid.add_column(header, justify="right")
-    grid.add_column("device")
-    grid.add_column("state", justify="right")
+    """Triton model, device and size of each shard."""
+    grid = Grid("shard", "Triton model", "device", Column("tables", justify="right"), Column("state", justify="right"))
     for shard in manifest.shards:
-        cells = [Text(_held(table, shard)) for table in manifest.tables]
-        grid.add_row(str(shard.index), shard.model, *cells, shard.device, human_bytes(shard.state_bytes))
+        size = human_bytes(shard.state_bytes)
+        grid.add_row(str(shard.index), shard.model, shard.device, str(len(shard.tables)), size)
     return grid
 
 
@@ -66,8 +70,8 @@ def human_bytes(size: float) -> str:
 
 
 def _held(table: Table, shard: Shard) -> str:
-    rows = next((f"{entry.rows:,}" for entry in shard.tables if entry.table == table.name), "-")
-    if rows == "-" or table.routing is not Routing.COLUMNS:
+    rows = next((f"{entry.rows:,}" for entry in shard.tables if entry.table == table.name), "")
+    if not rows or table.routing is not Routing.COLUMNS:
         return rows
     columns = ", ".join(f"{piece.col_start}:{piece.col_stop or table.dim}" for piece in table.pieces_on(shard.index))
     return f"{rows} [{columns}]"

@@ -56,9 +56,8 @@ def test_export_publishes_and_shows_what_went_where(kjtserve, tmp_path):
     status, out, err = kjtserve("export", "training_job:managed", "--out", "repo", "--name", "clicks", "--shards", 3)
     assert (status, err) == (0, "")
     assert "published clicks version 1" in out
-    assert re.search(r"user +┃ +item", out)
-    assert re.search(r"hash, fp32 ┃ +hash, fp32", out)
-    assert re.search(r"clicks_shard_2 +│ +\d+ │ +\d+ │ cpu +│ +[\d.]+ (Ki)?B", out)
+    assert re.search(r"user +│ user +│ hash +│ fp32 +│ +12 │ 0: \d+  1: \d+  2: \d+", out)
+    assert re.search(r"clicks_shard_2 +│ cpu +│ +2 │ +[\d.]+ (Ki)?B", out)
     assert read_manifest(tmp_path / "repo", "clicks", 1).num_shards == 3
 
 
@@ -162,9 +161,22 @@ def test_inspect_shows_tables_shards_occupancy_and_sizes(kjtserve):
     assert re.search(
         r"clicks version 1 \(published: 1\), .*, dim 4, 2 shards, [\d.]+ KiB, runtime python$", out, re.MULTILINE
     )
-    assert re.search(r"item +│ item +│ mch LFU +│ hash +│ fp32 +│ +1 │ +20 │ +19 │ +95.0% │ +0 ", out)
-    assert re.search(r"item +│ item +│ none +│ rows +│ fp32 +│ +│ +23 ", out)
+    assert re.search(r"item +│ item +│ hash +│ fp32 +│ +20 │ 0: \d+  1: \d+", out)
+    assert re.search(r"item +│ mch LFU +│ +1 │ +19 │ +95.0% │ +0 ", out)
+    assert re.search(r"item +│ item +│ rows +│ fp32 +│ +23 │ 0: 23", out)
     assert "ids_shard_0" in out
+
+
+def test_inspect_shows_columns_devices_runtime_and_the_bound_on_errors(kjtserve, tmp_path):
+    (tmp_path / "plan.yaml").write_text(
+        "shards: 2\ntables: {user: {columns: [[1, 1], [0, 2], [1, 1]]}, one: {shards: all}}\n"
+    )
+    options = ("--plan", "plan.yaml", "--row-dtype", "fp16")
+    assert kjtserve("export", "training_job:plain", "--out", "repo", "--name", "ids", *options)[0] == 0
+    _, out, _ = kjtserve("inspect", "repo")
+    assert re.search(r"user +│ user +│ columns +│ fp16 ±[\d.e-]+ +│ +10 │ 0: 10 \[1:3\]  1: 10 \[0:1, 3:4\]", out)
+    assert re.search(r"one +│ one +│ replicated +│ fp16 ±[\d.e-]+ +│ +1 │ 0: 1  1: 1", out)
+    assert "mch" not in out
 
 
 def test_inspect_as_json_is_the_manifests(kjtserve, tmp_path):
