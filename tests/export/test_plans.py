@@ -1,10 +1,15 @@
 """What plan.yaml may say, and how a mistake in it is refused."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from export.contract import Routing
 from export.errors import ExportError
 from export.plans import Plan, TablePlan, make_plan, read_plan
+
+PROJECT = Path(__file__).parents[2]
 
 
 def write(tmp_path, text):
@@ -30,6 +35,13 @@ def test_the_plan_that_the_documentation_shows_is_read_as_it_says(tmp_path):
     assert plan.tables["category"].rows == (4, 3, 3)
     assert plan.tables["city"].rows == ((2, 6), (0, 5))
     assert plan.tables["brand"].columns == ((1, 16), (0, 8), (1, 8))
+
+
+def test_the_plan_in_the_readme_is_one(tmp_path):
+    (block,) = re.findall(r"```yaml\n(.*?)```", (PROJECT / "README.md").read_text(), re.DOTALL)
+    plan = read_plan(write(tmp_path, block))
+    assert plan.shards == len(plan.devices) == 3
+    assert {table.chosen_routing for table in plan.tables.values()} == set(Routing)
 
 
 @pytest.mark.parametrize(
