@@ -83,6 +83,7 @@ def prepare_batch(
     rows_R = _rows_by_request(requests, rows_T)
     size = int(route.offsets_K1[-1])
     outputs = frozenset[Output]().union(*(request.outputs for request in requests))
+    names_rows = Output.ROW_IDS in outputs or (Output.INDICES in outputs and version.managed)
     return PreparedBatch(
         version=version,
         requests=tuple(requests),
@@ -92,7 +93,7 @@ def prepare_batch(
         ids_T=tuple(ids_N.size for ids_N in ids_T),
         unique_T=tuple(unique_U.size for unique_U, _ in deduped),
         embeddings_UD=np.empty((size, version.dim), dtype=np.float32),
-        row_ids_U=np.empty(size, dtype=np.int64) if Output.ROW_IDS in outputs else None,
+        row_ids_U=np.empty(size, dtype=np.int64) if names_rows else None,
         hits_U=np.empty(size, dtype=np.bool_) if Output.HITS in outputs else None,
     )
 

@@ -80,6 +80,8 @@ class ServedVersion:
     version: int
     base: int
     dim: int
+    managed: bool
+    """Whether its tables remap raw ids; TorchRec has all or none of a collection do so."""
     need_indices: bool
     """Whether replies may carry the looked-up indices."""
     features: tuple[str, ...]
@@ -123,6 +125,7 @@ def compile_version(manifest: Manifest, hashes: Mapping[str, InputHash]) -> Serv
         version=manifest.version,
         base=manifest.version,
         dim=manifest.dim,
+        managed=any(table.managed for table in manifest.tables),
         need_indices=manifest.need_indices,
         features=manifest.features,
         blocks={feature: tuple(entries) for feature, entries in blocks.items()},

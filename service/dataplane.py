@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
 
 import structlog
 
@@ -14,14 +15,18 @@ from service.errors import DeadlineExceeded, Internal, InvalidArgument, LookupFa
 from service.fanout import Pending
 from service.health import ShardHealth
 from service.metrics import Metrics
+from service.samples import write_out
 from service.settings import Settings
 from service.types import CollectionInfo, CollectionStatistics, LookupReply, LookupRequest, Readiness
 from service.validate import Limits, ValidRequest, validate
 
 log = structlog.get_logger(__name__)
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 VALIDATE_INLINE = 1 << 18
-"""Ids and lengths up to which a request is validated on the event loop."""
+"""Ids and lengths up to which a request is validated, or written out, on the event loop."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,6 +136,9 @@ class DataPlane:
         deadline = (now if permit.received_at is None else permit.received_at) + timeout_s
         valid = await self._validate(request, served.version)
         permit.grow(valid.reply_bytes + valid.work_bytes)
+        if valid.must_be_written_out:
+            written = await _run(_size(request) + valid.num_ids, write_out, request)
+            valid = await self._validate(written, served.version)
         try:
             async with asyncio.timeout_at(deadline):
                 reply = await served.batcher.submit(
@@ -143,10 +151,7 @@ class DataPlane:
         return reply, valid.num_ids
 
     async def _validate(self, request: LookupRequest, version: ServedVersion) -> ValidRequest:
-        size = request.values_N.size + request.lengths_FB.size
-        if size <= VALIDATE_INLINE:
-            return validate(request, version, self._limits)
-        return await asyncio.to_thread(validate, request, version, self._limits)
+        return await _run(_size(request), validate, request, version, self._limits)
 
     def collections(self) -> tuple[CollectionInfo, ...]:
         """See ``Plane.collections``."""
@@ -162,6 +167,7 @@ class DataPlane:
             default_version=collection.current,
             features=served.features,
             dim=served.dim,
+            need_indices=served.need_indices,
         )
 
     def statistics(self, name: str) -> CollectionStatistics:
@@ -214,3 +220,15 @@ class DataPlane:
         if not asked_s > 0:
             raise InvalidArgument(f"timeout: {asked_s} s; it must be more than 0")
         return min(asked_s, self._settings.max_timeout_s)
+
+
+def _size(request: LookupRequest) -> int:
+    inverse_FB = request.inverse_indices_FB
+    return request.values_N.size + request.lengths_FB.size + (0 if inverse_FB is None else inverse_FB.size)
+
+
+async def _run(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call ``work`` on so many ids and lengths, in a thread when they are many."""
+    if size <= VALIDATE_INLINE:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)

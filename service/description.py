@@ -26,19 +26,24 @@ _INPUTS: tuple[tuple[str, str, list[int]], ...] = (
     ("values", "INT64", [-1]),
     ("lengths", "INT64", [-1]),
     ("keys", "BYTES", [-1]),
+    ("weights", "FP32", [-1]),
+    ("stride_per_key", "INT32", [-1]),
+    ("inverse_indices", "INT64", [-1, -1]),
 )
-_OPTIONAL = frozenset({"keys"})
+_REQUIRED = frozenset({"values", "lengths"})
 
 
-def _outputs(dim: int) -> tuple[tuple[str, str, list[int]], ...]:
+def _outputs(info: CollectionInfo) -> tuple[tuple[str, str, list[int]], ...]:
+    """What any request may ask for, which perf_analyzer does; ``weights`` goes only with the input of that name."""
     return (
-        ("embeddings", "FP32", [-1, dim]),
+        ("embeddings", "FP32", [-1, info.dim]),
         ("output_lengths", "INT32", [-1]),
         ("row_ids", "INT64", [-1]),
         ("hits", "BOOL", [-1]),
-        ("unique_embeddings", "FP32", [-1, dim]),
+        ("unique_embeddings", "FP32", [-1, info.dim]),
         ("inverse", "INT64", [-1]),
         ("missing", "BOOL", [-1]),
+        *((("indices", "INT64", [-1]),) if info.need_indices else ()),
     )
 
 
@@ -54,9 +59,7 @@ def model_metadata(info: CollectionInfo) -> dict[str, Any]:
         "versions": [str(version) for version in info.versions],
         "platform": PLATFORM,
         "inputs": [{"name": name, "datatype": datatype, "shape": shape} for name, datatype, shape in _INPUTS],
-        "outputs": [
-            {"name": name, "datatype": datatype, "shape": shape} for name, datatype, shape in _outputs(info.dim)
-        ],
+        "outputs": [{"name": name, "datatype": datatype, "shape": shape} for name, datatype, shape in _outputs(info)],
     }
 
 
@@ -69,12 +72,12 @@ def model_config(info: CollectionInfo) -> dict[str, Any]:
         "version_policy": {"specific": {"versions": list(info.versions)}},
         "max_batch_size": 0,
         "input": [
-            {"name": name, "data_type": _CONFIG_TYPES[datatype], "dims": shape, "optional": name in _OPTIONAL}
+            {"name": name, "data_type": _CONFIG_TYPES[datatype], "dims": shape, "optional": name not in _REQUIRED}
             for name, datatype, shape in _INPUTS
         ],
         "output": [
             {"name": name, "data_type": _CONFIG_TYPES[datatype], "dims": shape}
-            for name, datatype, shape in _outputs(info.dim)
+            for name, datatype, shape in _outputs(info)
         ],
         "parameters": {"features": {"string_value": ",".join(info.features)}},
         "model_transaction_policy": {"decoupled": False},

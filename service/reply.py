@@ -3,6 +3,7 @@
 Must not know shards but by which rows of the buffer are missing. Shape suffixes: see ``service.types``.
 """
 
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -14,6 +15,7 @@ from export.contract import NO_ROW
 from service.batch import PreparedBatch, missing_rows
 from service.dedup import dedup_ids
 from service.types import LookupReply, Output, OutputDtype
+from service.validate import ValidRequest
 
 Rows = NDArray[Any]
 
@@ -27,32 +29,54 @@ def assemble_reply(batch: PreparedBatch, index: int, missing: AbstractSet[int] =
         missing: Shards that failed or are late: their rows become zeros, row id −1, no hit, and ``missing``.
     """
     valid, rows_M = batch.requests[index], batch.rows_R[index]
-    request = valid.request
-    lengths_EB = np.stack([segment.lengths_B for segment in valid.segments_E]).astype(np.int32)
+    request, wanted = valid.request, valid.outputs
     missing_M = missing_rows(batch, rows_M, missing)
     outputs: dict[Output, Rows] = {}
-    if Output.EMBEDDINGS in request.outputs:
+    if Output.EMBEDDINGS in wanted:
         outputs[Output.EMBEDDINGS] = _gather(batch.embeddings_UD, rows_M, missing_M, request.output_dtype)
-    if request.outputs & {Output.UNIQUE_EMBEDDINGS, Output.INVERSE}:
+    if wanted & {Output.UNIQUE_EMBEDDINGS, Output.INVERSE}:
         outputs |= _unique_form(batch, rows_M, missing, request.output_dtype)
-    if Output.OUTPUT_LENGTHS in request.outputs:
-        outputs[Output.OUTPUT_LENGTHS] = lengths_EB.reshape(-1)
-    if Output.ROW_IDS in request.outputs:
-        assert batch.row_ids_U is not None
-        outputs[Output.ROW_IDS] = _fill(batch.row_ids_U[rows_M], missing_M, NO_ROW)
-    if Output.HITS in request.outputs:
+    if Output.OUTPUT_LENGTHS in wanted:
+        outputs[Output.OUTPUT_LENGTHS] = _join([segment.lengths_B for segment in valid.segments_E], np.int32)
+    if Output.ROW_IDS in wanted:
+        outputs[Output.ROW_IDS] = _row_ids(batch, rows_M, missing_M)
+    if Output.HITS in wanted:
         assert batch.hits_U is not None
         outputs[Output.HITS] = _fill(batch.hits_U[rows_M], missing_M, value=False)
-    if Output.MISSING in request.outputs:
+    if Output.MISSING in wanted:
         outputs[Output.MISSING] = np.zeros(rows_M.size, dtype=np.bool_) if missing_M is None else missing_M
+    if Output.WEIGHTS in wanted:
+        weights = [segment.weights_N for segment in valid.segments_E if segment.weights_N is not None]
+        outputs[Output.WEIGHTS] = _join(weights, np.float32)
+    if Output.INDICES in wanted:
+        outputs[Output.INDICES] = _indices(batch, valid, rows_M, missing_M)
     return LookupReply(
         collection=batch.version.collection,
         version=batch.version.version,
         request_id=request.request_id,
         embedding_names_E=tuple(segment.embedding_name for segment in valid.segments_E),
-        lengths_EB=lengths_EB,
-        outputs={output: outputs[output] for output in outputs if output in request.outputs},
+        lengths_E=tuple(segment.lengths_B for segment in valid.segments_E),
+        outputs={output: outputs[output] for output in Output if output in wanted},
     )
+
+
+def _join(parts: Sequence[Rows], dtype: Any) -> Rows:
+    joined: Rows = np.concatenate([*parts, np.empty(0, dtype=dtype)]).astype(dtype, copy=False)
+    return joined
+
+
+def _row_ids(batch: PreparedBatch, rows_M: NDArray[np.int64], missing_M: NDArray[np.bool_] | None) -> Rows:
+    assert batch.row_ids_U is not None
+    return _fill(batch.row_ids_U[rows_M], missing_M, NO_ROW)
+
+
+def _indices(
+    batch: PreparedBatch, valid: ValidRequest, rows_M: NDArray[np.int64], missing_M: NDArray[np.bool_] | None
+) -> Rows:
+    """What TorchRec looks up: a plain table's id, a managed table's row; all tables of a collection are of one kind."""
+    if batch.version.managed:
+        return _row_ids(batch, rows_M, missing_M)
+    return _join([segment.values_N for segment in valid.segments_E], np.int64)
 
 
 def _gather(

@@ -26,9 +26,8 @@ class Output(StrEnum):
     UNIQUE_EMBEDDINGS = "unique_embeddings"
     INVERSE = "inverse"
     MISSING = "missing"
-
-
-DEFAULT_OUTPUTS = frozenset({Output.EMBEDDINGS})
+    WEIGHTS = "weights"
+    INDICES = "indices"
 
 
 class OnShardFailure(StrEnum):
@@ -60,8 +59,18 @@ class LookupRequest:
     values_N: NDArray[np.int64]
     """Raw ids, feature-major, already widened to INT64 by the edge."""
     lengths_FB: NDArray[np.int64]
-    """Flat [F·B], or [F, B]; widened to INT64 by the edge, not yet checked for sign or sum."""
-    outputs: frozenset[Output] = DEFAULT_OUTPUTS
+    """Flat [F·B], or [F, B]; flat [sum(stride_per_key)] with strides. Widened to INT64 by the edge, not yet checked for
+    sign or sum."""
+    weights_N: NDArray[np.float32] | None = None
+    """One number for each id, carried to the reply."""
+    stride_per_key_F: NDArray[np.int64] | None = None
+    """Variable batch per feature: how many samples each feature has; None: all have B."""
+    inverse_indices_FB: NDArray[np.int64] | None = None
+    """Flat [F·B], or [F, B]: which of a feature's samples each sample of the full batch is; None: the reply keeps each
+    feature's own samples. TorchRec's ``KeyedJaggedTensor.inverse_indices``, in the order of ``keys``."""
+    outputs: frozenset[Output] | None = None
+    """None: the defaults, which are the embeddings, the weights if there are any, and the indices if the collection
+    needs them."""
     on_shard_failure: OnShardFailure = OnShardFailure.FAIL
     output_dtype: OutputDtype = OutputDtype.FP32
     timeout_s: float | None = None
@@ -77,11 +86,12 @@ class LookupReply:
     request_id: str
     embedding_names_E: tuple[str, ...]
     """Blocks of the reply in order: the request's key order, then embedding-name order."""
-    lengths_EB: NDArray[np.int32]
-    """[E, B]: lengths of every block's rows."""
+    lengths_E: tuple[NDArray[np.int64], ...]
+    """Per block: how many rows each of its samples has, [B]; B may differ from block to block."""
     outputs: Mapping[Output, NDArray[Any]]
-    """Just the outputs asked for: ``embeddings`` [M, D] FP32 or FP16, ``output_lengths`` INT32 [E·B],
-    ``row_ids`` INT64 [M], ``hits`` BOOL [M], ``unique_embeddings`` [U, D], ``inverse`` INT64 [M], ``missing`` BOOL [M]."""
+    """Just the outputs asked for, in the order of ``Output``: ``embeddings`` [M, D] FP32 or FP16, ``output_lengths``
+    INT32 [E·B], ``row_ids`` INT64 [M], ``hits`` BOOL [M], ``unique_embeddings`` [U, D], ``inverse`` INT64 [M],
+    ``missing`` BOOL [M], ``weights`` FP32 [M], ``indices`` INT64 [M]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +105,8 @@ class CollectionInfo:
     """The one that answers when a request names none."""
     features: tuple[str, ...]
     dim: int
+    need_indices: bool = False
+    """Whether ``indices`` may be asked for, and are among the default outputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

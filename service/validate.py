@@ -5,7 +5,8 @@ tensors, dtypes on the wire, bytes against shapes.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,12 +14,15 @@ from numpy.typing import NDArray
 
 from service.catalog import ServedTable, ServedVersion
 from service.errors import InvalidArgument, NotFound, TooLarge
+from service.samples import Samples, cut_samples
 from service.types import LookupRequest, Output, OutputDtype
 
 WORK_BYTES_PER_ID = 200
 """An id as it is grouped, sorted for dedup and by shard, located, and built into messages: about 25 times an INT64."""
 WORK_BYTES_PER_NUMBER = 16
 """A number of a unique row, in a shard's message, its parsed copy and the batch's buffer, with some to spare."""
+WRITE_OUT_BYTES = 48
+"""A sample or an id that is written out from a variable batch: its place, its value, its weight, and sums on the way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +40,17 @@ class Segment:
     table: int
     embedding_name: str
     values_N: NDArray[np.int64]
+    weights_N: NDArray[np.float32] | None
     lengths_B: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidRequest:
-    """A request that can be answered."""
+    """A request that can be answered; its sizes are those of the request written out, if its batch is variable."""
 
     request: LookupRequest
+    outputs: frozenset[Output]
+    """What the reply must have."""
     segments_E: tuple[Segment, ...]
     """Blocks in the reply's order: the request's key order, then embedding-name order."""
     num_ids: int
@@ -53,63 +60,65 @@ class ValidRequest:
     work_bytes: int
     """Most memory that answering takes beside request and reply: ids, positions and rows on their way."""
 
+    @property
+    def must_be_written_out(self) -> bool:
+        """Whether ``service.samples.write_out`` has to be called on the request, and the result validated in its place."""
+        return self.request.inverse_indices_FB is not None
+
 
 def validate(request: LookupRequest, version: ServedVersion, limits: Limits) -> ValidRequest:
     """Hold a request against the version that will answer it.
+
+    Takes next to no memory, however much a variable batch is going to be written out to.
 
     Raises:
         InvalidArgument: A rule is broken; the message names the field, the value and the rule.
         NotFound: A key is no feature of the collection.
         TooLarge: Too many ids, or the reply would be too large.
     """
-    if request.lengths_FB.size > limits.max_ids:
-        raise TooLarge(f"lengths: {request.lengths_FB.size} entries, the limit is {limits.max_ids} in one request")
     keys = _check_keys(request.keys, version)
-    lengths_FB = _check_lengths(request.lengths_FB, keys, request.values_N.size)
+    samples = cut_samples(request, keys, limits.max_ids)
     if request.values_N.size > limits.max_ids:
         raise TooLarge(f"values: {request.values_N.size} ids, the limit is {limits.max_ids} in one request")
-    segments: list[Segment] = []
-    stops_F = np.cumsum(lengths_FB.sum(axis=1))
-    for f, key in enumerate(keys):
-        values_N = request.values_N[stops_F[f] - lengths_FB[f].sum() : stops_F[f]]
-        for block in version.blocks[key]:
-            _check_range(version.tables[block.table], key, values_N)
-            segments.append(
-                Segment(
-                    table=block.table,
-                    embedding_name=block.embedding_name,
-                    values_N=values_N,
-                    lengths_B=lengths_FB[f],
-                )
-            )
-    num_ids = sum(segment.values_N.size for segment in segments)
+    _check_weights(request)
+    outputs = _choose_outputs(request, version)
+    blocks_F = np.array([len(version.blocks[key]) for key in keys])
+    num_ids = int(blocks_F @ samples.written_ids_F)
+    num_lengths = int(blocks_F @ samples.written_lengths_F)
     reply_bytes = predict_reply_bytes(
-        request, num_ids=num_ids, dim=version.dim, lengths=len(segments) * lengths_FB.shape[1]
+        outputs, request.output_dtype, num_ids=num_ids, dim=version.dim, num_lengths=num_lengths
     )
     if reply_bytes > limits.max_reply_bytes:
         raise TooLarge(
             f"values: {num_ids} rows of {version.dim} make a reply of {reply_bytes} bytes, "
             f"the limit is {limits.max_reply_bytes}; ask for fewer ids at a time"
         )
+    work_bytes = num_ids * (WORK_BYTES_PER_ID + WORK_BYTES_PER_NUMBER * version.dim)
+    if request.inverse_indices_FB is not None:
+        work_bytes += (sum(samples.written_ids_F) + sum(samples.written_lengths_F)) * WRITE_OUT_BYTES
     return ValidRequest(
         request=request,
-        segments_E=tuple(segments),
+        outputs=outputs,
+        segments_E=tuple(_cut_segments(request, keys, samples, version)),
         num_ids=num_ids,
         reply_bytes=reply_bytes,
-        work_bytes=num_ids * (WORK_BYTES_PER_ID + WORK_BYTES_PER_NUMBER * version.dim),
+        work_bytes=work_bytes,
     )
 
 
-def predict_reply_bytes(request: LookupRequest, *, num_ids: int, dim: int, lengths: int) -> int:
+def predict_reply_bytes(
+    outputs: AbstractSet[Output], dtype: OutputDtype, *, num_ids: int, dim: int, num_lengths: int
+) -> int:
     """Upper bound of a reply's tensor bytes, from the request alone: the unique form may turn out smaller.
 
     Args:
-        request: The request.
+        outputs: What the reply must have.
+        dtype: Number format of its embeddings.
         num_ids: Rows of the reply.
         dim: Numbers in a row.
-        lengths: Entries of ``output_lengths``, E·B.
+        num_lengths: Entries of ``output_lengths``.
     """
-    row_bytes = dim * (2 if request.output_dtype is OutputDtype.FP16 else 4)
+    row_bytes = dim * (2 if dtype is OutputDtype.FP16 else 4)
     per_id: Mapping[Output, int] = {
         Output.EMBEDDINGS: row_bytes,
         Output.UNIQUE_EMBEDDINGS: row_bytes,
@@ -117,8 +126,55 @@ def predict_reply_bytes(request: LookupRequest, *, num_ids: int, dim: int, lengt
         Output.INVERSE: 8,
         Output.HITS: 1,
         Output.MISSING: 1,
+        Output.WEIGHTS: 4,
+        Output.INDICES: 8,
     }
-    return num_ids * sum(per_id.get(output, 0) for output in request.outputs) + 4 * lengths
+    return num_ids * sum(per_id.get(output, 0) for output in outputs) + 4 * num_lengths
+
+
+def _cut_segments(
+    request: LookupRequest, keys: Sequence[str], samples: Samples, version: ServedVersion
+) -> Iterator[Segment]:
+    for f, key in enumerate(keys):
+        part = slice(samples.stops_F1[f], samples.stops_F1[f + 1])
+        values_N = request.values_N[part]
+        weights_N = None if request.weights_N is None else request.weights_N[part]
+        for block in version.blocks[key]:
+            _check_range(version.tables[block.table], key, values_N)
+            yield Segment(
+                table=block.table,
+                embedding_name=block.embedding_name,
+                values_N=values_N,
+                weights_N=weights_N,
+                lengths_B=samples.lengths_F[f],
+            )
+
+
+def _check_weights(request: LookupRequest) -> None:
+    if request.weights_N is not None and request.weights_N.shape != request.values_N.shape:
+        raise InvalidArgument(
+            f"weights: {request.weights_N.size} numbers, but there are {request.values_N.size} values; send one for each"
+        )
+
+
+def _choose_outputs(request: LookupRequest, version: ServedVersion) -> frozenset[Output]:
+    """The outputs asked for, or the defaults; nothing that was sent or is needed is dropped in silence."""
+    has_weights = request.weights_N is not None
+    if request.outputs is None:
+        extra = {Output.WEIGHTS: has_weights, Output.INDICES: version.need_indices}
+        return frozenset({Output.EMBEDDINGS, *(output for output, wanted in extra.items() if wanted)})
+    if has_weights and Output.WEIGHTS not in request.outputs:
+        raise InvalidArgument(
+            "weights: they would be dropped, since the request names its outputs and output weights is not among them; "
+            "ask for it too, or leave the input out"
+        )
+    if not has_weights and Output.WEIGHTS in request.outputs:
+        raise InvalidArgument("output weights: the request has no input weights; send them, or leave the output out")
+    if Output.INDICES in request.outputs and not version.need_indices:
+        raise InvalidArgument(
+            f"output indices: the module of {version.collection} was not made with need_indices; ask for row_ids"
+        )
+    return request.outputs
 
 
 def _check_keys(keys: tuple[str, ...] | None, version: ServedVersion) -> tuple[str, ...]:
@@ -143,31 +199,6 @@ def _some(names: Sequence[str], most: int = 10) -> str:
     """The first few names, and how many more: an error is read by a person."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{list(names[:most])}{more}"
-
-
-def _check_lengths(lengths: NDArray[np.int64], keys: tuple[str, ...], num_values: int) -> NDArray[np.int64]:
-    """The lengths as [F, B], or the rule that they break."""
-    features = len(keys)
-    if lengths.ndim == 2 and lengths.shape[0] != features:
-        raise InvalidArgument(f"lengths: shape {list(lengths.shape)}, but there are {features} keys; use [F, B]")
-    if lengths.ndim not in {1, 2} or lengths.size % features:
-        raise InvalidArgument(
-            f"lengths: shape {list(lengths.shape)} is not [F*B] or [F, B] for the {features} keys {list(keys)}"
-        )
-    lengths_FB = lengths.reshape(features, lengths.size // features)
-    if lengths_FB.size:
-        f, b = np.unravel_index(lengths_FB.argmin(), lengths_FB.shape)
-        if lengths_FB[f, b] < 0:
-            raise InvalidArgument(f"lengths: {lengths_FB[f, b]} for key {keys[f]!r}, sample {b}; a length is 0 or more")
-        f, b = np.unravel_index(lengths_FB.argmax(), lengths_FB.shape)
-        if lengths_FB[f, b] > num_values:
-            raise InvalidArgument(
-                f"lengths: {lengths_FB[f, b]} for key {keys[f]!r}, sample {b}, but there are only {num_values} values"
-            )
-    total = int(lengths_FB.sum())
-    if total != num_values:
-        raise InvalidArgument(f"lengths: they add up to {total}, but there are {num_values} values")
-    return lengths_FB
 
 
 def _check_range(table: ServedTable, key: str, values_N: NDArray[np.int64]) -> None:

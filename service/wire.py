@@ -13,12 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.errors import InvalidArgument
-from service.types import DEFAULT_OUTPUTS, LookupRequest, OnShardFailure, Output, OutputDtype
-from service.wire_tensors import WireTensor, decode_integers, decode_keys, shown
+from service.types import LookupRequest, OnShardFailure, Output, OutputDtype
+from service.wire_tensors import WireTensor, decode_floats, decode_integers, decode_keys, shown
 
-KNOWN_INPUTS = ("values", "lengths", "keys")
-LATER_INPUTS = ("weights", "stride_per_key", "inverse_indices")
-"""Inputs of the public surface that this release refuses by name."""
+KNOWN_INPUTS = ("values", "lengths", "keys", "weights", "stride_per_key", "inverse_indices")
 
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "priority": (0,),
@@ -54,16 +52,17 @@ class WireCall:
 
 
 def read_lookup(call: WireCall) -> tuple[LookupRequest, tuple[Output, ...]]:
-    """Read a call into a lookup and the outputs in the order in which the reply must have them.
+    """Read a call into a lookup and the outputs that it names, in the order in which the reply must have them.
 
     Raises:
         InvalidArgument: Something is unknown, missing, there twice, or of the wrong type, shape or size; the message
             names it.
     """
     tensors = _read_inputs(call.inputs)
-    outputs = _read_outputs(call.outputs)
+    named = _read_outputs(call.outputs)
     parameters = _read_parameters(call.parameters)
-    keys = tensors.get("keys")
+    keys, weights = tensors.get("keys"), tensors.get("weights")
+    strides, inverse = tensors.get("stride_per_key"), tensors.get("inverse_indices")
     request = LookupRequest(
         collection=call.collection,
         version=read_version(call.version),
@@ -71,10 +70,15 @@ def read_lookup(call: WireCall) -> tuple[LookupRequest, tuple[Output, ...]]:
         keys=None if keys is None else decode_keys(keys),
         values_N=decode_integers(tensors["values"], ranks=(1,), rule="[N]"),
         lengths_FB=decode_integers(tensors["lengths"], ranks=(1, 2), rule="[F*B] or [F, B]"),
-        outputs=frozenset(outputs),
+        weights_N=None if weights is None else decode_floats(weights, rule="[N]"),
+        stride_per_key_F=None if strides is None else decode_integers(strides, ranks=(1,), rule="[F]"),
+        inverse_indices_FB=(
+            None if inverse is None else decode_integers(inverse, ranks=(1, 2), rule="[F, B] or [F*B]")
+        ),
+        outputs=frozenset(named) or None,
         **parameters,
     )
-    return request, outputs
+    return request, named
 
 
 def read_version(text: str) -> int | None:
@@ -107,8 +111,6 @@ _DATATYPES: Mapping[type, str] = {
 def _read_inputs(inputs: Sequence[WireTensor]) -> dict[str, WireTensor]:
     tensors: dict[str, WireTensor] = {}
     for tensor in inputs:
-        if tensor.name in LATER_INPUTS:
-            raise InvalidArgument(f"input {tensor.name}: not supported yet; leave it out")
         if tensor.name not in KNOWN_INPUTS:
             raise InvalidArgument(f"input {shown(tensor.name)}: unknown; the inputs are {', '.join(KNOWN_INPUTS)}")
         if tensor.name in tensors:
@@ -136,7 +138,7 @@ def _read_outputs(asked: Sequence[WireOutput]) -> tuple[Output, ...]:
             if not (name in _NEUTRAL and _is_neutral(name, value)):
                 _refuse_tensor_parameter(f"output {output.value}", name)
         outputs.append(output)
-    return tuple(outputs) or tuple(sorted(DEFAULT_OUTPUTS))
+    return tuple(outputs)
 
 
 def _refuse_tensor_parameter(where: str, name: str) -> NoReturn:

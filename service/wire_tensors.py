@@ -9,7 +9,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,11 @@ from numpy.typing import NDArray
 from service.errors import InvalidArgument
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
+Number = TypeVar("Number", np.int64, np.float32)
 
 INTEGER_DTYPES: Mapping[str, np.dtype[Any]] = {"INT64": np.dtype("<i8"), "INT32": np.dtype("<i4")}
+
+_FP32 = np.dtype("<f4")
 
 MAX_KEYS = 65_536
 """Most feature names in one request; a bound on the work of reading them one by one."""
@@ -66,10 +69,28 @@ def decode_integers(tensor: WireTensor, *, ranks: tuple[int, ...], rule: str) ->
         raise InvalidArgument(f"input {tensor.name}: datatype {shown(tensor.datatype)}; use INT64 or INT32")
     shape = _check_shape(tensor, ranks, rule)
     if isinstance(tensor.content, bytes | bytearray | memoryview):
-        flat = _integers_from_bytes(tensor, tensor.content, shape)
+        flat = _numbers_from_bytes(tensor, tensor.content, shape, INTEGER_DTYPES[tensor.datatype], np.int64)
     else:
         flat = _integers_from_elements(tensor, _flatten(tensor, tensor.content, shape))
     return flat.reshape(shape)
+
+
+def decode_floats(tensor: WireTensor, *, rule: str) -> NDArray[np.float32]:
+    """Read an FP32 tensor of one dimension, bit for bit; the array may be a read-only view of the content.
+
+    Args:
+        tensor: The tensor.
+        rule: The shape that it may have, for the message.
+
+    Raises:
+        InvalidArgument: Wrong dtype, shape, number of bytes or elements; an element is no number or does not fit.
+    """
+    if tensor.datatype != "FP32":
+        raise InvalidArgument(f"input {tensor.name}: datatype {shown(tensor.datatype)}; use FP32")
+    shape = _check_shape(tensor, (1,), rule)
+    if isinstance(tensor.content, bytes | bytearray | memoryview):
+        return _numbers_from_bytes(tensor, tensor.content, shape, _FP32, np.float32)
+    return _floats_from_elements(tensor, _flatten(tensor, tensor.content, shape))
 
 
 def decode_keys(tensor: WireTensor) -> tuple[str, ...]:
@@ -97,8 +118,9 @@ def _check_shape(tensor: WireTensor, ranks: tuple[int, ...], rule: str) -> tuple
     return shape  # type: ignore[return-value]
 
 
-def _integers_from_bytes(tensor: WireTensor, content: Buffer, shape: tuple[int, ...]) -> NDArray[np.int64]:
-    dtype = INTEGER_DTYPES[tensor.datatype]
+def _numbers_from_bytes(
+    tensor: WireTensor, content: Buffer, shape: tuple[int, ...], dtype: np.dtype[Any], kind: type[Number]
+) -> NDArray[Number]:
     needed = math.prod(shape) * dtype.itemsize
     if needed != len(content):
         raise InvalidArgument(
@@ -106,8 +128,8 @@ def _integers_from_bytes(tensor: WireTensor, content: Buffer, shape: tuple[int, 
             f"the request has {len(content)}"
         )
     array = np.frombuffer(content, dtype=dtype)
-    if dtype.itemsize != 8 or not array.flags.aligned:
-        return array.astype(np.int64)  # a copy is aligned; kernels behind may count on that
+    if dtype != kind or not array.flags.aligned:
+        return array.astype(kind)  # a copy is aligned; kernels behind may count on that
     return array
 
 
@@ -141,6 +163,23 @@ def _integers_from_elements(tensor: WireTensor, elements: Sequence[Any]) -> NDAr
         at = next(at for at, element in enumerate(elements) if not limits.min <= element <= limits.max)
         raise InvalidArgument(f"input {tensor.name}[{at}]: {shown(elements[at])} does not fit {tensor.datatype}")
     return array
+
+
+def _floats_from_elements(tensor: WireTensor, elements: Sequence[Any]) -> NDArray[np.float32]:
+    if not set(map(type, elements)) <= {int, float}:  # a bool would convert in silence
+        at = next(at for at, element in enumerate(elements) if type(element) not in {int, float})
+        raise InvalidArgument(f"input {tensor.name}[{at}]: {shown(elements[at])} is not a number")
+    try:
+        wide = np.fromiter(elements, dtype=np.float64, count=len(elements))
+        with np.errstate(over="ignore"):
+            array = wide.astype(np.float32)
+        lost = np.isinf(array) & np.isfinite(wide)
+        if not lost.any():
+            return array
+        at = int(lost.argmax())
+    except OverflowError:  # an integer past the largest FP64
+        at = next(at for at, element in enumerate(elements) if abs(element) > np.finfo(np.float32).max)
+    raise InvalidArgument(f"input {tensor.name}[{at}]: {shown(elements[at])} does not fit FP32")
 
 
 def _split_strings(tensor: WireTensor, content: Buffer, count: int) -> list[bytes]:

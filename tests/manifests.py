@@ -124,8 +124,10 @@ def make_version(
     hashes: Mapping[str, Callable[..., object]] | None = None,
     collection: str = "clicks",
     version: int = 1,
+    need_indices: bool = False,
 ) -> tuple[Manifest, ServedVersion]:
     manifest = make_manifest(tables, num_shards, collection=collection, version=version)
+    manifest = manifest.model_copy(update={"need_indices": need_indices})
     return manifest, compile_version(manifest, hashes or {})  # type: ignore[arg-type]
 
 

@@ -18,7 +18,7 @@ from service.types import LookupReply, LookupRequest, Output
 from service.wire import WireCall, WireOutput, read_lookup, wire_datatype
 from service.wire_tensors import WireTensor, shown
 
-_CONTENTS = {"INT32": "int_contents", "INT64": "int64_contents", "BYTES": "bytes_contents"}
+_CONTENTS = {"INT32": "int_contents", "INT64": "int64_contents", "BYTES": "bytes_contents", "FP32": "fp32_contents"}
 
 _LENGTH_DELIMITED = 2
 _RAW_OUTPUT_TAG = bytes([pb.ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
@@ -30,7 +30,8 @@ class InferCall:
 
     request: LookupRequest
     request_id: str
-    outputs: tuple[Output, ...]
+    named: tuple[Output, ...]
+    """The outputs that the request names, in its order; none: those that the reply has."""
 
 
 def read_infer(message: Any) -> InferCall:
@@ -47,13 +48,14 @@ def read_infer(message: Any) -> InferCall:
         inputs=_read_inputs(message),
         outputs=[WireOutput(name=entry.name, parameters=_parameters(entry.parameters)) for entry in message.outputs],
     )
-    request, outputs = read_lookup(call)
-    return InferCall(request=request, request_id=message.id, outputs=outputs)
+    request, named = read_lookup(call)
+    return InferCall(request=request, request_id=message.id, named=named)
 
 
 def write_infer(call: InferCall, reply: LookupReply) -> bytes:
     """Write a serialised ``ModelInferResponse``."""
-    arrays = [reply.outputs[output] for output in call.outputs]
+    outputs = call.named or tuple(reply.outputs)
+    arrays = [reply.outputs[output] for output in outputs]
     head = pb.ModelInferResponse(
         model_name=reply.collection,
         model_version=str(reply.version),
@@ -62,7 +64,7 @@ def write_infer(call: InferCall, reply: LookupReply) -> bytes:
             pb.ModelInferResponse.InferOutputTensor(
                 name=output.value, datatype=wire_datatype(array), shape=list(array.shape)
             )
-            for output, array in zip(call.outputs, arrays, strict=True)
+            for output, array in zip(outputs, arrays, strict=True)
         ],
     )
     head.parameters["version"].int64_param = reply.version

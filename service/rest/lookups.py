@@ -13,8 +13,8 @@ from service.rest.exchange import Exchange, begin
 from service.rest.people import Lookup, LookupAnswer, Problem, read_lookup_json, write_lookup_json
 from service.rest.reply import MIN_COMPRESSED_BYTES, PiecesResponse, choose_coding, pack
 from service.rest.tensors import LENGTH_HEADER, read_header_length, read_infer, write_infer
-from service.types import LookupReply, LookupRequest
-from service.wire import read_version
+from service.types import LookupReply, LookupRequest, Output
+from service.wire import KNOWN_INPUTS, read_version
 
 JSON_COST = 4
 """A number of a JSON reply takes about so many times the work of its bytes in memory."""
@@ -49,9 +49,9 @@ _INFER_SCHEMA: dict[str, Any] = {
                 "type": "object",
                 "required": ["name", "shape", "datatype"],
                 "properties": {
-                    "name": {"enum": ["values", "lengths", "keys"]},
+                    "name": {"enum": list(KNOWN_INPUTS)},
                     "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
-                    "datatype": {"enum": ["INT64", "INT32", "BYTES"]},
+                    "datatype": {"enum": ["INT64", "INT32", "BYTES", "FP32"]},
                     "data": {"type": "array", "items": {}},
                     "parameters": {"type": "object", "properties": {"binary_data_size": {"type": "integer"}}},
                 },
@@ -63,17 +63,7 @@ _INFER_SCHEMA: dict[str, Any] = {
                 "type": "object",
                 "required": ["name"],
                 "properties": {
-                    "name": {
-                        "enum": [
-                            "embeddings",
-                            "output_lengths",
-                            "row_ids",
-                            "hits",
-                            "unique_embeddings",
-                            "inverse",
-                            "missing",
-                        ]
-                    },
+                    "name": {"enum": [output.value for output in Output]},
                     "parameters": {"type": "object", "properties": {"binary_data": {"type": "boolean"}}},
                 },
             },
@@ -157,7 +147,7 @@ class _Lookups:
         call = await self._offload.run(len(body), read_infer, name, version, body, length)
         rename_request(call.request_id)
         reply = await self._answer(request, exchange, call.request)
-        work = 0 if all(call.outputs.values()) else _json_work(reply)
+        work = 0 if all(call.outputs(reply).values()) else _json_work(reply)
         pieces, json_length = await self._offload.run(work, write_infer, call, reply)
         return await self._respond(request, pieces, {} if json_length is None else {LENGTH_HEADER: str(json_length)})
 

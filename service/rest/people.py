@@ -40,6 +40,10 @@ class Lookup(BaseModel):
     )
     row_ids: bool = Field(default=False, description="Also answer the row of the table that each id was remapped to.")
     hits: bool = Field(default=False, description="Also answer whether each id is known.")
+    indices: bool = Field(
+        default=False,
+        description="Also answer the looked-up indices, as TorchRec does; only for collections made with `need_indices`.",
+    )
     version: Annotated[int, Field(ge=1, le=1 << 53)] | None = Field(
         default=None, description="A served version to answer from; the default is the newest."
     )
@@ -63,6 +67,9 @@ class LookupAnswer(BaseModel):
     )
     row_ids: dict[str, list[list[int]]] | None = Field(default=None, description="Global row numbers; -1 for no row.")
     hits: dict[str, list[list[bool]]] | None = None
+    indices: dict[str, list[list[int]]] | None = Field(
+        default=None, description="The id in a plain table, the row after the remap in a managed one."
+    )
     missing: dict[str, list[list[bool]]] | None = Field(
         default=None, description="With `on_shard_failure` `zero`: true where zeros stand in for a shard's rows."
     )
@@ -91,6 +98,7 @@ def read_lookup_json(collection: str, body: memoryview, request_id: str) -> Look
     outputs = {Output.EMBEDDINGS}
     outputs |= {Output.ROW_IDS} if lookup.row_ids else set()
     outputs |= {Output.HITS} if lookup.hits else set()
+    outputs |= {Output.INDICES} if lookup.indices else set()
     outputs |= {Output.MISSING} if lookup.on_shard_failure == "zero" else set()
     return LookupRequest(
         collection=collection,
@@ -112,7 +120,7 @@ def write_lookup_json(reply: LookupReply) -> bytes:
 
 def _write_answer(reply: LookupReply) -> Iterator[bytes]:
     yield b'{"version":%d' % reply.version
-    for output in (Output.EMBEDDINGS, Output.ROW_IDS, Output.HITS, Output.MISSING):
+    for output in (Output.EMBEDDINGS, Output.ROW_IDS, Output.HITS, Output.INDICES, Output.MISSING):
         if output in reply.outputs:
             yield b',"%s":{' % output.value.encode()
             yield from _write_blocks(reply, reply.outputs[output])
@@ -121,14 +129,14 @@ def _write_answer(reply: LookupReply) -> Iterator[bytes]:
 
 
 def _write_blocks(reply: LookupReply, rows_M: NDArray[Any]) -> Iterator[bytes]:
-    stops = np.cumsum(reply.lengths_EB, dtype=np.int64).reshape(reply.lengths_EB.shape)
-    starts = stops - reply.lengths_EB
-    for e, name in enumerate(reply.embedding_names_E):
+    start = 0
+    for e, (name, lengths_B) in enumerate(zip(reply.embedding_names_E, reply.lengths_E, strict=True)):
         yield (b"," if e else b"") + orjson.dumps(name) + b":["
-        for b, (start, stop) in enumerate(zip(starts[e].tolist(), stops[e].tolist(), strict=True)):
+        for b, length in enumerate(lengths_B.tolist()):
             if b:
                 yield b","
-            yield from write_array(rows_M[start:stop])
+            yield from write_array(rows_M[start : start + length])
+            start += length
         yield b"]"
 
 

@@ -34,8 +34,14 @@ class InferCall:
     request: LookupRequest
     request_id: str
     """As the client sent it; empty when it sent none."""
-    outputs: Mapping[Output, bool]
-    """The outputs in the reply's order; whether each goes behind the JSON as bytes."""
+    named: Mapping[Output, bool]
+    """The outputs that the request names, in its order; whether each goes behind the JSON as bytes."""
+    binary_default: bool
+    """The same for outputs that are sent without being named."""
+
+    def outputs(self, reply: LookupReply) -> Mapping[Output, bool]:
+        """The outputs in the order in which they are sent; whether each goes behind the JSON as bytes."""
+        return self.named or dict.fromkeys(reply.outputs, self.binary_default)
 
 
 def read_header_length(text: str | None) -> int | None:
@@ -89,11 +95,12 @@ def read_infer(collection: str, version: str, body: memoryview, header_length: i
         inputs=inputs,
         outputs=outputs,
     )
-    request, order = read_lookup(call)
+    request, named = read_lookup(call)
     return InferCall(
         request=request,
         request_id=request_id,
-        outputs={output: binary.get(output.value, binary_default) for output in order},
+        named={output: binary[output.value] for output in named},
+        binary_default=binary_default,
     )
 
 
@@ -109,7 +116,7 @@ def write_infer(call: InferCall, reply: LookupReply) -> tuple[list[bytes | memor
     document["parameters"] = {"version": reply.version}
     head = [orjson.dumps(document)[:-1], b',"outputs":[']
     tail: list[bytes | memoryview] = []
-    for at, (output, is_binary) in enumerate(call.outputs.items()):
+    for at, (output, is_binary) in enumerate(call.outputs(reply).items()):
         array: NDArray[Any] = reply.outputs[output]
         entry: dict[str, Any] = {"name": output.value, "datatype": wire_datatype(array), "shape": list(array.shape)}
         if is_binary:

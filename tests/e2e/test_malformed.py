@@ -6,7 +6,19 @@ import pytest
 
 from service.errors import ErrorCode
 from tests.e2e.test_metrics import scrape, total
-from tests.service.edges.test_behaviour import MALFORMED, Grpc, Http, call, keys, lengths, refused, values
+from tests.service.edges.test_behaviour import (
+    MALFORMED,
+    Grpc,
+    Http,
+    call,
+    inverse,
+    keys,
+    lengths,
+    refused,
+    strides,
+    values,
+    weights,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -21,6 +33,30 @@ AGAINST_THE_MANIFEST = [
     refused("a negative length", call(values(), lengths(data=[1, -1, 2, 1])), "-1"),
     refused("lengths that promise too much", call(values(), lengths(data=[1, 1, 1, 1])), "add up to 4"),
     refused("lengths that promise too little", call(values(), lengths(data=[1, 1, 0, 0])), "add up to 2"),
+    refused("weights one short", call(values(), lengths(), weights(shape=[2], data=[1.0, 2.0])), "weights: 2 numbers"),
+    refused("weights that would be dropped", call(values(), lengths(), weights(), outputs=[("hits", {})]), "dropped"),
+    refused("output weights without weights", call(outputs=[("weights", {})]), "output weights"),
+    refused("output indices", call(outputs=[("indices", {})]), "need_indices"),
+    refused("strides one short", call(values(), lengths(), strides(shape=[1], data=[4])), "stride_per_key"),
+    refused("a negative stride", call(values(), lengths(), strides(data=[-1, 5])), "stride_per_key: -1"),
+    refused("strides that do not add up", call(values(), lengths(), strides(data=[3, 2])), "stride_per_key"),
+    refused("inverse indices without strides", call(values(), lengths(), inverse()), "inverse_indices"),
+    refused(
+        "an inverse index too large", call(values(), lengths(), strides(), inverse(data=[0, 3, 0, 0])), "3 for key"
+    ),
+    refused(
+        "a negative inverse index", call(values(), lengths(), strides(), inverse(data=[0, 0, 0, -1])), "-1 for key"
+    ),
+    refused(
+        "inverse indices of an odd size",
+        call(values(), lengths(), strides(), inverse(shape=[3], data=[0, 0, 0])),
+        "inverse",
+    ),
+    refused(
+        "lengths in two dimensions beside other strides",
+        call(values(), lengths(shape=[2, 2]), strides()),
+        "send them flat",
+    ),
     refused("lengths whose sum overflows", call(values(), lengths(data=[2**62, 2**62, 2**62, 2**62 + 3])), "lengths"),
 ]
 

@@ -92,23 +92,30 @@ class FakePlane:
 def answer(request: LookupRequest, info: CollectionInfo, version: int) -> LookupReply:
     ids = request.values_N
     keys = request.keys if request.keys is not None else info.features
-    lengths = request.lengths_FB.reshape(len(keys), -1).astype(np.int32)
+    lengths = request.lengths_FB.reshape(-1)
+    strides = request.stride_per_key_F
+    edges = [lengths.size // len(keys)] * (len(keys) - 1) if strides is None else strides[:-1]
     dtype = np.float16 if request.output_dtype is OutputDtype.FP16 else np.float32
     unique, inverse = np.unique(ids, return_inverse=True)
     everything = {
         Output.EMBEDDINGS: rows_of(ids, dtype),
-        Output.OUTPUT_LENGTHS: lengths.reshape(-1),
+        Output.OUTPUT_LENGTHS: lengths.astype(np.int32),
         Output.ROW_IDS: ids.copy(),
         Output.HITS: ids >= 0,
         Output.UNIQUE_EMBEDDINGS: rows_of(unique, dtype),
         Output.INVERSE: inverse.astype(np.int64),
         Output.MISSING: np.zeros(ids.shape, dtype=np.bool_),
+        Output.WEIGHTS: request.weights_N,
+        Output.INDICES: ids.copy(),
     }
+    wanted = request.outputs
+    if wanted is None:
+        wanted = {Output.EMBEDDINGS} | ({Output.WEIGHTS} if request.weights_N is not None else set())
     return LookupReply(
         collection=request.collection,
         version=version,
         request_id=request.request_id,
         embedding_names_E=keys,
-        lengths_EB=lengths,
-        outputs={output: everything[output] for output in request.outputs},
+        lengths_E=tuple(np.split(lengths, np.cumsum(edges, dtype=np.int64))),
+        outputs={output: everything[output] for output in Output if output in wanted},
     )

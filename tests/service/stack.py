@@ -52,8 +52,19 @@ class Stack:
 
 
 @asynccontextmanager
-async def stack(tables=None, num_shards=NUM_SHARDS, *, offload_ids=2048, hashes=None, slot_s=0.01, **settings):
-    manifest, version = make_version(tables or managed(num_shards), num_shards, hashes=hashes)
+async def stack(
+    tables=None,
+    num_shards=NUM_SHARDS,
+    *,
+    offload_ids=2048,
+    hashes=None,
+    slot_s=0.01,
+    need_indices=False,
+    **settings,
+):
+    manifest, version = make_version(
+        tables or managed(num_shards), num_shards, hashes=hashes, need_indices=need_indices
+    )
     registry = CollectorRegistry()
     metrics = Metrics(registry)
     plane = DataPlane(Settings(**settings), metrics)

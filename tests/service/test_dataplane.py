@@ -20,6 +20,9 @@ from service.validate import predict_reply_bytes
 from tests.manifests import RuleShard, make_table, make_version, row_of
 from tests.service.stack import NUM_SHARDS, ids_on, managed, stack, until
 
+ANY_OUTPUT = frozenset(Output) - {Output.WEIGHTS, Output.INDICES}
+"""What every request may ask for, whatever it sends and whichever collection it asks."""
+
 
 async def test_ids_that_are_equal_travel_once():
     async with stack() as it:
@@ -65,7 +68,7 @@ async def test_threads_or_not_the_answer_is_the_same(offload_ids):
 
 async def test_no_ids_is_an_ordinary_request_that_asks_no_shard():
     async with stack() as it:
-        reply = await it.ask([], outputs=frozenset(Output))
+        reply = await it.ask([], outputs=ANY_OUTPUT)
         assert reply.outputs[Output.EMBEDDINGS].shape == (0, 3)
         assert reply.outputs[Output.UNIQUE_EMBEDDINGS].shape == (0, 3)
         assert not any(shard.requests for shard in it.shards)
@@ -78,7 +81,7 @@ async def test_a_batch_of_no_samples_is_an_ordinary_request():
         )
         with it.plane.admit() as permit:
             reply = await it.plane.lookup(request, permit)
-        assert reply.lengths_EB.shape == (1, 0)
+        assert [lengths.shape for lengths in reply.lengths_E] == [(0,)]
 
 
 async def test_the_input_hash_runs_before_dedup_and_routing():
@@ -105,7 +108,7 @@ async def test_zero_fills_in_for_a_dead_shard_where_the_request_says_so():
     async with stack() as it:
         it.shards[1].failure = ShardFailed("connection refused")
         ids = ids_on(0, 1) + ids_on(1, 2) + ids_on(2, 1)
-        reply = await it.ask(ids, outputs=frozenset(Output), on_shard_failure=OnShardFailure.ZERO)
+        reply = await it.ask(ids, outputs=ANY_OUTPUT, on_shard_failure=OnShardFailure.ZERO)
         assert reply.outputs[Output.MISSING].tolist() == [False, True, True, False]
         assert not reply.outputs[Output.EMBEDDINGS][1:3].any()
         assert np.array_equal(reply.outputs[Output.EMBEDDINGS][[0, 3]], row_of("user", np.array(ids)[[0, 3]]))
@@ -156,7 +159,7 @@ async def test_zero_fills_in_for_a_late_shard_before_the_deadline():
     async with stack() as it:
         it.shards[1].delay_s = 3600
         ids = ids_on(0, 1) + ids_on(1, 2)
-        reply = await it.ask(ids, outputs=frozenset(Output), on_shard_failure=OnShardFailure.ZERO, timeout_s=0.1)
+        reply = await it.ask(ids, outputs=ANY_OUTPUT, on_shard_failure=OnShardFailure.ZERO, timeout_s=0.1)
         assert reply.outputs[Output.MISSING].tolist() == [False, True, True]
         assert np.array_equal(reply.outputs[Output.EMBEDDINGS][:1], row_of("user", np.array(ids[:1])))
         assert not reply.outputs[Output.EMBEDDINGS][1:].any()
@@ -169,7 +172,7 @@ async def test_each_request_of_a_batch_has_its_own_deadline_and_its_own_declarat
         it.shards[1].delay_s = 0.4
         ids = ids_on(0, 1) + ids_on(1, 1)
         zero, short, patient = await asyncio.gather(
-            it.ask(ids, timeout_s=0.1, on_shard_failure=OnShardFailure.ZERO, outputs=frozenset(Output)),
+            it.ask(ids, timeout_s=0.1, on_shard_failure=OnShardFailure.ZERO, outputs=ANY_OUTPUT),
             it.ask(ids, timeout_s=0.1),
             it.ask(ids, timeout_s=10),
             return_exceptions=True,
@@ -342,7 +345,7 @@ async def test_a_flood_of_keys_is_refused_at_once_in_a_few_words(keys):
         assert len(str(failure.value)) < 500
 
 
-@pytest.mark.parametrize("outputs", [frozenset(Output), frozenset({Output.EMBEDDINGS}), frozenset({Output.HITS})])
+@pytest.mark.parametrize("outputs", [ANY_OUTPUT, frozenset({Output.EMBEDDINGS}), frozenset({Output.HITS})])
 @pytest.mark.parametrize("batch_size", [0, 1, 50])
 async def test_the_predicted_size_is_the_size(outputs, batch_size):
     tables = [make_table(f"t{i}", [f"f{i}"], routing=Routing.HASH, num_shards=2) for i in range(20)]
@@ -353,10 +356,12 @@ async def test_the_predicted_size_is_the_size(outputs, batch_size):
         request = LookupRequest(collection="clicks", values_N=values, lengths_FB=lengths, outputs=outputs)
         with it.plane.admit() as permit:
             reply = await it.plane.lookup(request, permit)
-        predicted = predict_reply_bytes(request, num_ids=values.size, dim=3, lengths=lengths.size)
+        predicted = predict_reply_bytes(
+            outputs, request.output_dtype, num_ids=values.size, dim=3, num_lengths=lengths.size
+        )
         sent = sum(array.nbytes for array in reply.outputs.values())
         if Output.OUTPUT_LENGTHS not in outputs:
-            sent += reply.lengths_EB.nbytes  # they are made in any case
+            sent += 4 * sum(lengths.size for lengths in reply.lengths_E)  # they count in any case
         assert predicted == sent
 
 

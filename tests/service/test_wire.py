@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.errors import InvalidArgument
-from service.types import DEFAULT_OUTPUTS, Output
+from service.types import Output
 from service.wire import WireCall, WireOutput, read_lookup, read_version, wire_datatype
 from service.wire_tensors import MAX_KEYS, WireTensor, decode_integers, decode_keys, shown
 
@@ -100,7 +100,7 @@ def test_the_outputs_keep_their_order_and_default_to_embeddings():
     assert order == (Output.ROW_IDS, Output.EMBEDDINGS)
     assert request.outputs == set(order)
     request, order = read_lookup(WireCall(collection="c", inputs=inputs))
-    assert (request.outputs, order) == (DEFAULT_OUTPUTS, (Output.EMBEDDINGS,))
+    assert (request.outputs, order) == (None, ())
 
 
 @pytest.mark.parametrize(("text", "version"), [("", None), ("1", 1), ("007", 7), ("9" * 18, 10**18 - 1)])

@@ -68,6 +68,18 @@ def keys(**changes):
     return Tensor(**({"name": "keys", "datatype": "BYTES", "shape": [2], "data": ["item", "user"]} | changes))
 
 
+def weights(**changes):
+    return Tensor(**({"name": "weights", "datatype": "FP32", "shape": [3], "data": [0.5, -1.0, 2.0]} | changes))
+
+
+def strides(**changes):
+    return Tensor(**({"name": "stride_per_key", "datatype": "INT32", "shape": [2], "data": [3, 1]} | changes))
+
+
+def inverse(**changes):
+    return Tensor(**({"name": "inverse_indices", "shape": [2, 2], "data": [0, 2, 0, 0]} | changes))
+
+
 def call(*inputs, **changes):
     return Call(inputs=list(inputs or (values(), lengths())), **changes)
 
@@ -86,11 +98,18 @@ MALFORMED = [
     refused("keys twice", call(values(), lengths(), keys(), keys()), "keys"),
     refused("an unknown input", call(values(), lengths(), values(name="ids")), "ids"),
     refused("an input without a name", call(values(), lengths(), values(name="")), "''"),
+    refused("weights of INT64", call(values(), lengths(), values(name="weights")), "weights"),
+    refused("weights twice", call(values(), lengths(), weights(), weights()), "weights"),
+    refused("weights of two dimensions", call(values(), lengths(), weights(shape=[3, 1])), "weights"),
+    refused("weights one short of their shape", call(values(), lengths(), weights(shape=[4])), "weights"),
+    refused("strides of FP32", call(values(), lengths(), strides(datatype="FP32")), "stride_per_key"),
+    refused("strides of two dimensions", call(values(), lengths(), strides(shape=[2, 1])), "stride_per_key"),
     refused(
-        "weights", call(values(), lengths(), values(name="weights", datatype="FP32")), "weights: not supported yet"
+        "inverse indices of BOOL", call(values(), lengths(), strides(), inverse(datatype="BOOL")), "inverse_indices"
     ),
-    refused("stride_per_key", call(values(), lengths(), values(name="stride_per_key")), "stride_per_key"),
-    refused("inverse_indices", call(values(), lengths(), values(name="inverse_indices")), "inverse_indices"),
+    refused(
+        "inverse indices of shape [-1, 2]", call(values(), lengths(), strides(), inverse(shape=[-1, 2])), "inverse"
+    ),
     refused("values of FP32", call(values(datatype="FP32"), lengths()), "values"),
     refused("values of BOOL", call(values(datatype="BOOL"), lengths()), "values"),
     refused("values of UINT64", call(values(datatype="UINT64"), lengths()), "values"),

@@ -102,10 +102,11 @@ async def test_metadata_config_statistics_and_index_describe_the_collection(clie
     assert "binary_tensor_data" in server["extensions"]
     assert model["platform"] == "kjtserve"
     assert model["versions"] == ["1", "2"]
-    assert [tensor["name"] for tensor in model["inputs"]] == ["values", "lengths", "keys"]
+    names = ["values", "lengths", "keys", "weights", "stride_per_key", "inverse_indices"]
+    assert [tensor["name"] for tensor in model["inputs"]] == names
     assert len(model["outputs"]) == 7
     config = config.get("config", config)
-    assert [tensor["name"] for tensor in config["input"]] == ["values", "lengths", "keys"]
+    assert [tensor["name"] for tensor in config["input"]] == names
     assert [int(size) for size in config["output"][0]["dims"]] == [-1, 4]
     (entry,) = statistics["model_stats"]
     assert int(entry["inference_stats"]["success"]["count"]) == 5
