@@ -5,6 +5,7 @@ Leaves its figures in a file of its own. Must not draw anything, nor know what i
     python -m torch.distributed.run … -m benchmarks.exporter save|export FOLDER ROWS DIM
 """
 
+import gc
 import json
 import resource
 import sys
@@ -117,6 +118,8 @@ def main() -> None:
     step, folder, rows, dim = sys.argv[1:]
     dist.init_process_group("gloo")
     {"save": _save, "export": _export}[step](Path(folder), int(rows), int(dim))
+    # A sharded module is a cycle that holds the group: left to the interpreter's end, gloo's threads now and then abort it.
+    gc.collect()
     dist.destroy_process_group()
 
 
