@@ -75,22 +75,27 @@ def cut_mpzch(table: PlacedTable, shard: int, first_local: int) -> MpzchTable:
     )
 
 
-def build_mpzch_tensors(tables: Sequence[MpzchTable | None], row_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+def build_mpzch_tensors(
+    tables: Sequence[MpzchTable | None], row_ids: torch.Tensor, max_probes: Sequence[int]
+) -> dict[str, torch.Tensor]:
     """State of ``MpzchRemap``.
 
     Args:
         tables: The shard's tables in order; None where one is of another kind.
         row_ids: Trainer's row of every local row of the shard, those of MPZCH tables first.
+        max_probes: Those of the program.
     """
     held = [table for table in tables if table is not None]
     slots = [quad for table in tables for quad in (((1, 0, 1, 0),) if table is None else table.slots)]
     columns = list(zip(*slots, strict=True)) or [()] * 4
     names = ("slot_counts", "slot_offsets", "miss_counts", "miss_offsets")
     missed = [FALLBACK if table is None else table.miss_row for table in tables]
+    kinds = [0 if table is None else max_probes.index(table.mpzch.max_probe) for table in tables]
     return {
         **bucket_rule([ONE_BUCKET if table is None else table.training for table in tables]),
         **{name: torch.tensor(values, dtype=torch.int64) for name, values in zip(names, columns, strict=True)},
         "miss_rows": torch.tensor(missed, dtype=torch.int64),
+        "probe_kinds": torch.tensor(kinds, dtype=torch.int64),
         "row_ids": row_ids,
         "identities": torch.cat([table.identities_R for table in held])[:, None],
     }

@@ -45,7 +45,7 @@ class Int8Rows(nn.Module):
     def forward(self, local_N: torch.Tensor, state: list[torch.Tensor]) -> torch.Tensor:
         """FP32 [N, W]: byte · scale + bias."""
         scales_N2 = torch.index_select(state[0], 0, local_N)
-        return torch.index_select(state[1], 0, local_N).float() * scales_N2[:, :1] + scales_N2[:, 1:]
+        return torch.index_select(state[1], 0, local_N) * scales_N2[:, :1] + scales_N2[:, 1:]
 
 
 class RemapKind(StrEnum):
@@ -68,8 +68,10 @@ class ProgramKind:
     row_dtype: RowDtype
     width: int
     """Numbers in a row of the reply; every other size is dynamic."""
-    max_probe: int = 1
+    max_probes: tuple[int, ...] = (1,)
+    """Of its MPZCH tables, each once."""
     opt_in: bool = False
+    """Whether one of them keeps reserved slots."""
 
 
 class ShardModule(nn.Module):
@@ -102,10 +104,12 @@ class ShardModule(nn.Module):
 class EmbeddedShard(nn.Module):
     """A shard that holds its own state, for servers that pass requests only (Triton's ``pytorch_libtorch``)."""
 
+    state: list[torch.Tensor]
+
     def __init__(self, module: nn.Module, state: list[torch.Tensor]) -> None:
         super().__init__()
         self.module = module
-        self.state: list[torch.Tensor] = state
+        self.state = state
 
     def forward(
         self,
@@ -119,7 +123,7 @@ class EmbeddedShard(nn.Module):
 
 
 def _make_remap(kind: ProgramKind) -> nn.Module:
-    probing = MpzchRemap(kind.max_probe, kind.opt_in)
+    probing = MpzchRemap(kind.max_probes, kind.opt_in)
     remaps: dict[RemapKind, nn.Module] = {
         RemapKind.PLAIN: PlainRemap(),
         RemapKind.WIDE: WideRemap(),

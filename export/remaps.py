@@ -8,6 +8,7 @@ Shape suffixes: N ids of a request, T tables of the shard, S slots of the hash t
 buckets of all its tables, one after the other.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
 import fbgemm_gpu  # noqa: F401  registers torch.ops.fbgemm
@@ -55,13 +56,10 @@ class WideRemap(nn.Module):
         units_N = spread(state[3], table_lengths_T, ids_N)
         hits_N = (ids_N >= starts_N) & (ids_N < stops_N)
         first_N = torch.where(hits_N, ids_N * units_N + offsets_N, 0)
-        shift_N = first_N - (units_N.cumsum(0) - units_N)
+        shift_N = first_N - (units_N.cumsum(0) - units_N) - 1
         local = torch.repeat_interleave(shift_N, units_N)
-        return (
-            local + torch.arange(local.shape[0], device=local.device),
-            torch.where(hits_N, ids_N, self.no_row),
-            hits_N,
-        )
+        # Counted and not arange, whose device the tracer would fix.
+        return local + torch.ones_like(local).cumsum(0), torch.where(hits_N, ids_N, self.no_row), hits_N
 
 
 class MchRemap(nn.Module):
@@ -131,10 +129,11 @@ class MpzchRemap(nn.Module):
     """Probe FBGEMM's identity table in the id's bucket; slots are local rows.
 
     Args:
-        max_probe: The module's ``max_probe``.
+        max_probes: Each ``max_probe`` that a table of the shard has; one call of the kernel for each.
         opt_in: Whether a table of the shard keeps reserved slots: their ids miss into the reserved tail of the bucket.
     """
 
+    max_probes: list[int]
     state_names = (
         "identities",
         "row_ids",
@@ -143,12 +142,13 @@ class MpzchRemap(nn.Module):
         "miss_counts",
         "miss_offsets",
         "miss_rows",
+        "probe_kinds",
         *BUCKET_STATE,
     )
 
-    def __init__(self, max_probe: int, opt_in: bool) -> None:
+    def __init__(self, max_probes: Sequence[int], opt_in: bool) -> None:
         super().__init__()
-        self.max_probe = max_probe
+        self.max_probes = list(max_probes)
         self.opt_in = opt_in
 
     def forward(
@@ -158,10 +158,15 @@ class MpzchRemap(nn.Module):
 
         ``identities`` [R, 1] is the id in each local row, ``row_ids`` [R] the trainer's row. Per bucket [B]: slots that are
         probed and where they start, slots that a miss falls back to and where those start. ``miss_rows`` [T]: the local
-        row of every miss, −1 for the fallback.
+        row of every miss, −1 for the fallback. ``probe_kinds`` [T]: which of ``max_probes`` is the table's.
         """
-        bucket_N = find_bucket(ids_N, table_lengths_T, state[7:13])
-        slot_N = self._probe(ids_N, bucket_N, state[0], state[2], state[3], self.max_probe)
+        bucket_N = find_bucket(ids_N, table_lengths_T, state[8:14])
+        slot_N = self._probe(ids_N, bucket_N, state[0], state[2], state[3], self.max_probes[0])
+        if len(self.max_probes) > 1:
+            kind_N = spread(state[7], table_lengths_T, ids_N)
+            for kind in range(1, len(self.max_probes)):
+                other_N = self._probe(ids_N, bucket_N, state[0], state[2], state[3], self.max_probes[kind])
+                slot_N = torch.where(kind_N == kind, other_N, slot_N)
         same_N = torch.index_select(state[0], 0, slot_N)[:, 0] == ids_N
         if self.opt_in:
             tail_N = self._probe(ids_N, bucket_N, state[0], state[4], state[5], 0)

@@ -4,12 +4,11 @@ Must not read rows (``export.stored_rows``) or decide where a table lies (``expo
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from export.contract import NO_ROW, Remap, RowDtype, ShardTable
-from export.errors import ExportError
 from export.mch_state import MchTable, build_mch_tensors, cut_mch
 from export.mpzch_state import MpzchTable, build_mpzch_tensors, cut_mpzch
 from export.programs import ProgramKind, RemapKind
@@ -29,9 +28,6 @@ def build_state(
         tables: All tables of the collection, in config order; all of them managed, or none.
         dim: Embedding dimension.
         row_dtype: The stored format of rows.
-
-    Raises:
-        ExportError: Tables that cannot be served by one program.
     """
     held = [table for table in tables if table.pieces_on(shard)]
     if any(table.source.map is not None for table in tables):
@@ -97,10 +93,10 @@ def _build_managed(
     names = [table.source.name for table in tables]
     mch = build_mch_tensors([looked_up.get(name) for name in names], row_ids)
     remap = RemapKind.BUCKETED_MCH if BUCKET_STATE[0] in mch else RemapKind.MCH
-    max_probe, opt_in, remap_tensors = 1, False, mch
+    remap_tensors, constants = mch, [table.mpzch for table in probed.values()]
+    max_probes = tuple(sorted({own.max_probe for own in constants})) or (1,)
     if probed:
-        max_probe, opt_in = _constants(probed)
-        mpzch = build_mpzch_tensors([probed.get(name) for name in names], row_ids)
+        mpzch = build_mpzch_tensors([probed.get(name) for name in names], row_ids, max_probes)
         remap, remap_tensors = RemapKind.MPZCH, mpzch
         if looked_up:
             remap = RemapKind.BUCKETED_MIXED if BUCKET_STATE[0] in mch else RemapKind.MIXED
@@ -110,7 +106,13 @@ def _build_managed(
     errors: dict[str, float] = {}
     blocks = [RowBlock(numbers=piece.numbers, rows=piece.row_ids, columns=((0, dim),)) for piece in pieces]
     return ShardState(
-        kind=ProgramKind(remap=remap, row_dtype=row_dtype, width=dim, max_probe=max_probe, opt_in=opt_in),
+        kind=ProgramKind(
+            remap=remap,
+            row_dtype=row_dtype,
+            width=dim,
+            max_probes=max_probes,
+            opt_in=any(own.num_reserved_slots > 0 for own in constants),
+        ),
         entries=tuple((probed.get(name) or looked_up[name]).entry for name in names),
         errors=errors,
         tensors=(
@@ -122,11 +124,3 @@ def _build_managed(
 
 def _remap(table: PlacedTable) -> Remap:
     return Remap.NONE if table.source.map is None else table.source.map.remap
-
-
-def _constants(tables: Mapping[str, MpzchTable]) -> tuple[int, bool]:
-    """``max_probe``, which one kernel call has for all tables, and whether one of them reserves slots."""
-    probes = {name: table.mpzch.max_probe for name, table in tables.items()}
-    if len(set(probes.values())) > 1:
-        raise ExportError(f"MPZCH tables of one shard need one max_probe, these have {probes}; place them apart")
-    return next(iter(probes.values())), any(table.mpzch.num_reserved_slots > 0 for table in tables.values())

@@ -1,5 +1,6 @@
 """One traced program serves any shard of its kind: every size, in a new process, without the exporter's packages."""
 
+import io
 import itertools
 import json
 import subprocess
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from export import export_collection
-from export.contract import RowDtype, shard_dir, version_dir
+from export.bucket_state import bucket_rule
+from export.contract import INT64_MAX, RowDtype, TrainingBuckets, shard_dir, version_dir
 from export.programs import ProgramKind, RemapKind, ShardModule
 from export.trace import load_exported, load_torchscript, trace_shard
 from tests.export.reader import expected
@@ -45,35 +47,72 @@ def test_a_new_process_needs_torch_and_fbgemm_alone(tmp_path):
     assert list(zip(row_ids, hits, strict=True)) == [(row, hit) for _, row, hit in want]
 
 
-def mch_state(num_tables, ids_each, dim):
-    offsets = torch.arange(num_tables + 1) * ids_each
-    capacity = max(8, 2 * ids_each)
-    slots = torch.tensor([0, *[capacity] * num_tables, 8]).cumsum(0)
-    table = torch.full((int(slots[-1]), 2), -1)
-    ids = torch.arange(num_tables * ids_each) * 7 - 20
-    torch.ops.fbgemm.pruned_hashmap_insert(
-        ids, torch.arange(ids.numel()), torch.cat([offsets, offsets[-1:]]), table, slots
-    )
-    rows = torch.arange((ids.numel() + 1) * dim, dtype=torch.float32).view(-1, dim)
-    return [table, slots, torch.arange(ids.numel() + 1) * 3, torch.full((num_tables,), ids.numel()), rows]
+KINDS = [
+    ProgramKind(remap=RemapKind.PLAIN, row_dtype=RowDtype.FP16, width=1),
+    ProgramKind(remap=RemapKind.WIDE, row_dtype=RowDtype.INT8, width=3),
+    ProgramKind(remap=RemapKind.MCH, row_dtype=RowDtype.FP32, width=64),
+    ProgramKind(remap=RemapKind.BUCKETED_MCH, row_dtype=RowDtype.INT8, width=4),
+    ProgramKind(remap=RemapKind.MPZCH, row_dtype=RowDtype.FP32, width=3, max_probes=(3,)),
+    ProgramKind(remap=RemapKind.MPZCH, row_dtype=RowDtype.FP16, width=20, max_probes=(2, 9), opt_in=True),
+    ProgramKind(remap=RemapKind.MIXED, row_dtype=RowDtype.FP32, width=6, max_probes=(4,)),
+    ProgramKind(remap=RemapKind.BUCKETED_MIXED, row_dtype=RowDtype.INT8, width=1, max_probes=(2, 9), opt_in=True),
+]
 
 
-def plain_state(num_tables, ids_each, dim):
+def state_of(kind, num_tables, ids_each):
+    """A shard of any kind: every other table of a mixed one is MPZCH, every table has rows and ids of its own."""
+    tables = range(num_tables)
+    bucketed = kind.remap not in {RemapKind.MCH, RemapKind.MIXED}
+    rules = [
+        TrainingBuckets(input_hash_size=(0, 40, INT64_MAX)[table % 3], row_edges=tuple(range(2 + table % 3)))
+        for table in tables
+    ]
+    buckets = sum(rule.buckets for rule in rules)
+    held, tail = num_tables * ids_each, 2 * num_tables + 9
+    ids = torch.arange(held) * 7 - 20
+    slots = torch.tensor([0, *[max(8, 2 * ids_each)] * num_tables, 8]).cumsum(0)
+    hash_table = torch.full((int(slots[-1]), 2), -1)
+    ends = torch.arange(num_tables + 1) * ids_each
+    torch.ops.fbgemm.pruned_hashmap_insert(ids, torch.arange(held), torch.cat([ends, ends[-1:]]), hash_table, slots)
+    of_bucket = torch.repeat_interleave(torch.arange(num_tables), torch.tensor([rule.buckets for rule in rules]).long())
+    units = torch.arange(num_tables) % 2 * (kind.remap is RemapKind.WIDE) + 1
     starts = torch.arange(num_tables) * 10
-    rows = torch.arange((num_tables * ids_each + 1) * dim, dtype=torch.float32).view(-1, dim)
-    return [starts, starts + ids_each, torch.arange(num_tables) * ids_each - starts + 1, rows]
+    total = 2 * held + tail
+    rows = torch.arange(total * kind.width).view(-1, kind.width) % 251
+    tensors = {
+        **bucket_rule(rules),
+        "row_starts": starts,
+        "row_stops": starts + ids_each,
+        "row_offsets": 2 + 2 * ids_each * torch.arange(num_tables) - starts * units,
+        "row_units": units,
+        "hash_table": hash_table,
+        "hash_table_offsets": slots,
+        "row_ids": torch.arange(total) * 3,
+        "unknown_rows": held + torch.arange(buckets if bucketed else num_tables) % tail,
+        "identities": torch.cat([ids, torch.full((total - held,), -1)])[:, None],
+        "slot_counts": torch.full((buckets,), max(ids_each, 1)),
+        "slot_offsets": of_bucket * ids_each,
+        "miss_counts": torch.full((buckets,), 2),
+        "miss_offsets": held + of_bucket * 2,
+        "miss_rows": torch.tensor([-1 if table % 3 else held for table in tables], dtype=torch.int64),
+        "probe_kinds": torch.arange(num_tables) % len(kind.max_probes),
+        "mpzch_tables": torch.arange(num_tables) % 2,
+        "row_scales": torch.rand(total, 2),
+        "rows": rows.to({RowDtype.FP16: torch.float16, RowDtype.INT8: torch.uint8}.get(kind.row_dtype, torch.float32)),
+    }
+    names = trace_shard(kind).state_names
+    return [tensors[name if name in tensors else name.partition("_")[2]] for name in names]  # of a mix: mch_…, mpzch_…
 
 
-@pytest.mark.parametrize("dim", [1, 3, 64])
-@pytest.mark.parametrize(("remap", "state_of"), [(RemapKind.MCH, mch_state), (RemapKind.PLAIN, plain_state)])
-def test_every_size_is_dynamic(remap, state_of, dim):
-    kind = ProgramKind(remap=remap, row_dtype=RowDtype.FP32, width=dim)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.remap}-{kind.row_dtype}")
+def test_every_size_is_dynamic_in_both_artifacts(kind):
     traced, program = trace_shard(kind), ShardModule(kind)
     exported, script = load_exported(traced.exported), load_torchscript(traced.torchscript)
+    hits = 0
     for num_tables, ids_each, num_ids in itertools.product((0, 1, 2, 9), (0, 1, 50), (0, 1, 2, 7, 1000)):
         if num_tables == 0 and num_ids:
             continue
-        state = state_of(num_tables, ids_each, dim)
+        state = state_of(kind, num_tables, ids_each)
         ids = torch.arange(num_ids) % 91 - 30
         lengths = torch.zeros(num_tables, dtype=torch.int64)
         if num_tables:
@@ -83,7 +122,23 @@ def test_every_size_is_dynamic(remap, state_of, dim):
         for artifact in (exported, script):
             got = artifact(ids, lengths, state)
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), (num_tables, ids_each, num_ids)
-            assert [tuple(part.shape) for part in got] == [(num_ids, dim), (num_ids,), (num_ids,)]
+        units = torch.repeat_interleave(torch.arange(num_tables) % 2 + 1, lengths)
+        rows = int(units.sum()) if kind.remap is RemapKind.WIDE else num_ids
+        assert [tuple(part.shape) for part in want] == [(rows, kind.width), (num_ids,), (num_ids,)]
+        assert [part.dtype for part in want] == [torch.float32, torch.int64, torch.bool]
+        hits += int(want[2].sum())
+    assert hits
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.remap}-{kind.row_dtype}")
+def test_a_program_runs_wherever_its_state_is(kind):
+    program = torch.export.load(io.BytesIO(trace_shard(kind).exported))
+    assert not [node for node in program.graph.nodes if "device" in node.kwargs]
+    if kind.remap is RemapKind.WIDE:
+        return  # how many rows it answers depends on numbers, which the meta device has none of
+    inputs = [torch.arange(7), torch.tensor([3, 4]), state_of(kind, 2, 50)]
+    moved = [part.to("meta") if isinstance(part, torch.Tensor) else [one.to("meta") for one in part] for part in inputs]
+    assert {part.device.type for part in program.module()(*moved)} == {"meta"}
 
 
 def test_shards_of_one_kind_get_the_same_program(tmp_path):
