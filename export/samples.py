@@ -14,6 +14,9 @@ IdsByTable = Mapping[str, torch.Tensor]
 SIZES = (0, 1, 2, 7, 10_000)
 """Ids of a request; the programs were traced with 5."""
 _SWEEP_BYTES = 4 << 20
+_DISTINCT = 512
+"""Random ids of a request, which are repeated if it is longer: the kernel may map 2 MB of a file for each row that is
+looked at, and the rows of 10,000 would be all of a table in memory."""
 
 
 def draw_requests(source: CollectionSource) -> Iterator[tuple[bool, IdsByTable]]:
@@ -34,27 +37,30 @@ def _draw(
 ) -> IdsByTable:
     """``size`` ids spread over the filled tables at random; the others get none."""
     counts = list(rng.multinomial(size, [1 / len(filled)] * len(filled))) if filled else []
-    drawn = {table.name: _ids(table, int(count), rng) for table, count in zip(filled, counts, strict=True)}
+    distinct = max(_DISTINCT // max(len(filled), 1), 64)
+    drawn = {table.name: _ids(table, int(count), distinct, rng) for table, count in zip(filled, counts, strict=True)}
     return {table.name: drawn.get(table.name, torch.empty(0, dtype=torch.int64)) for table in source.tables}
 
 
-def _ids(table: TableSource, size: int, rng: np.random.Generator) -> torch.Tensor:
+def _ids(table: TableSource, size: int, distinct: int, rng: np.random.Generator) -> torch.Tensor:
     """Known ids, their neighbours, unknown, negative and sentinel ids, with many duplicates."""
     known = np.arange(table.rows, dtype=np.int64) if table.map is None else table.map.ids_K.numpy()
     edges = _edges(table)
-    anywhere = rng.integers(-INT64_MAX - 1, INT64_MAX, size=max(1, size // 4), dtype=np.int64)
-    small = rng.integers(-table.rows, 2 * table.rows, size=max(1, size // 4), dtype=np.int64)
-    some = rng.choice(known, size=max(1, size // 2)) if known.size else edges
+    few = max(1, min(size, distinct) // 4)
+    anywhere = rng.integers(-INT64_MAX - 1, INT64_MAX, size=few, dtype=np.int64)
+    small = rng.integers(-table.rows, 2 * table.rows, size=few, dtype=np.int64)
+    some = rng.choice(known, size=2 * few) if known.size else edges
     pool = np.concatenate([some, some + 1, edges, anywhere, small])
     return torch.from_numpy(rng.choice(pool, size=size))
 
 
 def sweep_ids(table: TableSource) -> Iterator[torch.Tensor]:
-    """Every id that is special, then every id that has a row, some thousand at a time."""
+    """Every id that is special, then every id that has a row, in row order, some thousand at a time."""
     step = max(1, _SWEEP_BYTES // (4 * table.dim))
     yield torch.from_numpy(_edges(table))
     if table.map is not None:
-        yield from torch.split(table.map.ids_K, step)
+        # Rows may lie in files, on both sides: read from front to back, a page is brought in once.
+        yield from torch.split(table.map.ids_K[torch.argsort(table.map.rows_K)], step)
         return
     for first in range(0, table.rows, step):
         yield torch.arange(first, min(first + step, table.rows))
