@@ -110,7 +110,7 @@ class Ranks:
         except Exception as exc:
             if failure is not None:
                 raise failure from exc
-            raise ExportError(f"another rank ended before the export was done ({exc}); nothing was published") from exc
+            raise ExportError(f"another rank ended before the export was done ({exc}); run it again") from exc
         if failure is not None:
             raise failure
         for rank, (_, message) in enumerate(outcomes):
