@@ -5,7 +5,7 @@ import torch
 from typer import Typer
 from typer.testing import CliRunner
 
-from benchmarks import cli, remap, start
+from benchmarks import cli, ranks, remap, start
 from benchmarks.report import Measurement
 from export.contract import UserError
 
@@ -87,6 +87,7 @@ def a_start(rows, *, on_progress):
 def test_command_prints_a_table_and_writes_every_figure(tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "QUICK_MAP_SIZES", (NUM_IDS,))
     monkeypatch.setattr(start, "run", a_start)
+    monkeypatch.setattr(ranks, "run", a_start)
     app = Typer()
     app.command()(cli.bench)
     path = tmp_path / "deep" / "bench.json"
@@ -96,7 +97,7 @@ def test_command_prints_a_table_and_writes_every_figure(tmp_path, monkeypatch):
     assert f"start: {start.QUICK_ROWS} rows" in result.stdout
     document = json.loads(path.read_text())
     assert len(document["comparisons"]) == 4 * len(remap.thread_counts())
-    assert len(document["measurements"]) == 1
+    assert len(document["measurements"]) == 2
 
 
 def test_a_json_path_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
