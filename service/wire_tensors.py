@@ -178,7 +178,8 @@ def _floats_from_elements(tensor: WireTensor, elements: Sequence[Any]) -> NDArra
             return array
         at = int(lost.argmax())
     except OverflowError:  # an integer past the largest FP64
-        at = next(at for at, element in enumerate(elements) if abs(element) > np.finfo(np.float32).max)
+        most = np.finfo(np.float32).max
+        at = next(at for at, element in enumerate(elements) if type(element) is int and abs(element) > most)
     raise InvalidArgument(f"input {tensor.name}[{at}]: {shown(elements[at])} does not fit FP32")
 
 

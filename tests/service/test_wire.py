@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from service.errors import InvalidArgument
 from service.types import Output
 from service.wire import WireCall, WireOutput, read_lookup, read_version, wire_datatype
-from service.wire_tensors import MAX_KEYS, WireTensor, decode_integers, decode_keys, shown
+from service.wire_tensors import MAX_KEYS, WireTensor, decode_floats, decode_integers, decode_keys, shown
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -55,6 +55,28 @@ def test_bytes_are_read_or_refused_but_never_break(raw, shape, datatype):
         assert str(exc).startswith("input values")  # noqa: PT017 - both outcomes are checked
     else:
         assert list(array.shape) == shape
+
+
+@given(st.lists(st.integers(0, 2**32 - 1)))
+def test_floats_keep_every_bit(patterns):
+    raw = np.array(patterns, dtype="<u4").tobytes()
+    array = decode_floats(tensor(raw, name="weights", datatype="FP32", shape=[len(patterns)]), rule="[N]")
+    assert array.dtype == np.float32
+    assert array.tobytes() == raw
+
+
+@given(st.lists(st.floats(width=32) | st.integers(-(2**24), 2**24)))
+def test_floats_may_be_elements(elements):
+    array = decode_floats(tensor(elements, name="weights", datatype="FP32"), rule="[N]")
+    assert np.array_equal(array, np.array(elements, dtype=np.float32), equal_nan=True)
+
+
+@given(st.lists(st.floats(width=32)), st.data())
+def test_one_element_that_is_no_float_is_refused_with_its_place(elements, data):
+    at = data.draw(st.integers(0, len(elements)))
+    elements.insert(at, data.draw(st.sampled_from([True, "1", None, [], 1e39, -1e39, 10**40, 10**400])))
+    with pytest.raises(InvalidArgument, match=rf"^input weights\[{at}\]: "):
+        decode_floats(tensor(elements, name="weights", datatype="FP32"), rule="[N]")
 
 
 @given(st.lists(st.text()))

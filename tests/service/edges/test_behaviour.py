@@ -304,6 +304,17 @@ async def test_keys_survive_as_they_are(edge, plane):
     assert plane.lookups[0].keys == tuple(names)
 
 
+@pytest.mark.parametrize("datatype", ["INT32", "INT64"])
+async def test_weights_strides_and_inverse_indices_arrive_as_they_were_sent(edge, plane, datatype):
+    made = call(values(), lengths(), weights(), strides(datatype=datatype), inverse(datatype=datatype))
+    assert await edge(made) == ("ok", 3)
+    (request,) = plane.lookups
+    assert (request.weights_N.dtype, request.weights_N.tolist()) == (np.float32, [0.5, -1.0, 2.0])
+    assert (request.stride_per_key_F.dtype, request.stride_per_key_F.tolist()) == (np.int64, [3, 1])
+    assert (request.inverse_indices_FB.dtype, request.inverse_indices_FB.tolist()) == (np.int64, [[0, 2], [0, 0]])
+    assert request.outputs is None
+
+
 FAILURES = [
     InvalidArgument("lengths: they add up to 4"),
     NotFound("keys: ['x'] are no features"),

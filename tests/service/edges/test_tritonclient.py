@@ -135,6 +135,19 @@ async def test_infer_takes_every_mix_of_integer_dtypes(client, plane, ids_dtype,
     assert np.array_equal(request.values_N, ids)
 
 
+async def test_weights_come_back_bit_for_bit_without_being_named(client):
+    weights = np.array([0.5, -0.0, np.nan, np.inf, 1e-45], dtype=np.float32)
+    weights.view(np.uint32)[2] = 0x7FC0_1234  # a NaN with something in it
+
+    async def script(call):
+        result = await call("infer", "clicks", [*client.inputs(), client.tensor("weights", weights)])
+        return result.as_numpy("embeddings"), result.as_numpy("weights")
+
+    embeddings, back = await client.run(script)
+    assert np.array_equal(embeddings, rows_of(IDS))
+    assert back.tobytes() == weights.tobytes()
+
+
 async def test_infer_answers_the_outputs_asked_for_in_order(client, plane):
     async def script(call):
         result = await call(

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from service.errors import InvalidArgument
 from service.rest.people import EXAMPLE, EXAMPLE_REPLY, Lookup, LookupAnswer, read_lookup_json, write_lookup_json
+from service.types import Output
 from tests.service.fakes import FakePlane, answer, rows_of
 
 PATH = "/v1/collections/clicks:lookup"
@@ -34,6 +35,13 @@ async def test_the_answer_is_nested_as_the_question(edges, plane):
     assert "missing" not in document
     assert plane.lookups[0].keys == ("item", "user")
     LookupAnswer.model_validate(document)
+
+
+async def test_indices_are_answered_where_they_are_asked_for(edges, plane):
+    reply = await ask(edges, {"features": FEATURES, "indices": True})
+    assert reply.json()["indices"] == FEATURES
+    assert plane.lookups[0].outputs == {Output.EMBEDDINGS, Output.INDICES}
+    LookupAnswer.model_validate(reply.json())
 
 
 async def test_only_what_is_asked_for_is_answered(edges, plane):
