@@ -83,7 +83,8 @@ class Serving:
         """The Python backend process of one model."""
         for child in self.children():
             command = command_of(child)
-            if command and "triton_python_backend_stub" in command[0] and f"/{model}/" in command[1]:
+            # A process that is just being started may show a part of its command line.
+            if len(command) > 1 and "triton_python_backend_stub" in command[0] and f"/{model}/" in command[1]:
                 return child
         raise AssertionError(f"no process of {model} among {[command_of(child)[:2] for child in self.children()]}")
 
