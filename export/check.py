@@ -126,6 +126,8 @@ class _Asked:
 
     ids_M: torch.Tensor
     answer: Answer
+    int8_error_M: torch.Tensor | None
+    """FP32: what each id's numbers may differ by as int8 of their own row; None: they are not int8."""
 
 
 def _route(version: LoadedVersion, table: TableSource, ids_N: torch.Tensor) -> Mapping[int, _Asked]:
@@ -139,8 +141,22 @@ def _route(version: LoadedVersion, table: TableSource, ids_N: torch.Tensor) -> M
     for shard in holders:
         ids_M = ids_N if shards is None else ids_N[shards == shard]
         spans = [slice(piece.col_start, piece.col_stop) for piece in entry.pieces_on(shard)]
-        found[shard] = _Asked(ids_M=ids_M, answer=look_up(table, ids_M, entry.unknown, columns=spans))
+        answer = look_up(table, ids_M, entry.unknown, columns=spans)
+        error_M = None
+        if entry.row_dtype is RowDtype.INT8:
+            cut = entry.routing is Routing.COLUMNS
+            error_M = _int8_error(table.numbers.gather(answer.row_ids_N) if cut else answer.embeddings_ND)
+        found[shard] = _Asked(ids_M=ids_M, answer=answer, int8_error_M=error_M)
     return found
+
+
+def _int8_error(rows_MD: torch.Tensor) -> torch.Tensor:
+    """Half a step of each row's own 255, and what FP32 arithmetic on its numbers may lose, FP32 [M]."""
+    if not rows_MD.numel():
+        return torch.zeros(rows_MD.shape[0])
+    low_M, high_M = torch.aminmax(rows_MD, dim=1)
+    numbers = torch.finfo(torch.float32)
+    return (high_M - low_M) / 510 + torch.maximum(low_M.abs(), high_M.abs()) * 4 * numbers.eps + numbers.tiny
 
 
 def shard_of(table: Table, ids_N: torch.Tensor, num_shards: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -166,14 +182,8 @@ def shard_of(table: Table, ids_N: torch.Tensor, num_shards: int) -> np.ndarray[t
 
 def _hold(table: Table, shard: Shard, want: _Asked, got: Answer, *, where: str) -> None:
     """Raise ExportError when a shard's answer is not the module's, in the format in which its rows are stored."""
-    rows_MC = want.answer.embeddings_ND
-    if table.row_dtype is RowDtype.FP16:
-        rows_MC = rows_MC.half().float()
-    if table.row_dtype is RowDtype.INT8:
-        bound = next(entry.max_error for entry in shard.tables if entry.table == table.name)
-        numbers = (got.embeddings_ND - rows_MC).abs() > bound
-    else:
-        numbers = got.embeddings_ND.view(torch.int32) != rows_MC.view(torch.int32)
+    bound = next(entry.max_error for entry in shard.tables if entry.table == table.name)
+    numbers = _differing(table.row_dtype, bound, want, got.embeddings_ND)
     differs = numbers.any(1) | (got.row_ids_N != want.answer.row_ids_N) | (got.hits_N != want.answer.hits_N)
     if not bool(differs.any()):
         return
@@ -184,6 +194,18 @@ def _hold(table: Table, shard: Shard, want: _Asked, got: Answer, *, where: str) 
         f"{len(want.ids_M)} ids; first id {int(want.ids_M[first])}: {found}, "
         f"{'but other numbers' if found == wanted else f'the module says {wanted}'}"
     )
+
+
+def _differing(row_dtype: RowDtype, bound: float, want: _Asked, got_MC: torch.Tensor) -> torch.Tensor:
+    """Which numbers are not the trained ones in their stored format, or further from them than stated: BOOL [M, C]."""
+    rows_MC = want.answer.embeddings_ND
+    error_MC = (got_MC - rows_MC).abs()
+    if row_dtype is RowDtype.INT8:
+        assert want.int8_error_M is not None
+        return ~(error_MC <= want.int8_error_M[:, None].clamp(max=bound))  # so that a NaN differs
+    stored_MC = rows_MC.half().float() if row_dtype is RowDtype.FP16 else rows_MC
+    stray_MC = got_MC.view(torch.int32) != stored_MC.view(torch.int32)
+    return stray_MC | (error_MC.nan_to_num(0.0, 0.0, 0.0) > bound)
 
 
 def _hashed(version: LoadedVersion, table: TableSource, ids_N: torch.Tensor) -> torch.Tensor:

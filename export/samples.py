@@ -75,8 +75,10 @@ def _edges(table: TableSource) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 
 
 def _block_edges(training: TrainingBuckets) -> Iterator[int]:
-    """Ids around the ends of the first and the last training blocks, read as signed."""
+    """Ids on either side of where a training block begins, and over-range ones, which every bucket gets some of."""
     size = -(-training.input_hash_size // training.buckets)
-    for block in {1, 2, training.buckets - 1, training.buckets}:
-        for unsigned in range(max(block * size - 1, 0), block * size + 2):
-            yield unsigned if unsigned <= INT64_MAX else unsigned - (1 << 64)
+    starts = [block * size for block in range(training.buckets + 1)]
+    around = {max(start + step, 0) for start in starts for step in (-1, 0, 1)}
+    beyond = {first + step for first in (starts[-1], 1 << 63) for step in range(training.buckets)}
+    for unsigned in sorted(around | beyond):
+        yield unsigned if unsigned <= INT64_MAX else unsigned - (1 << 64)

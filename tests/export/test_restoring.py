@@ -58,6 +58,15 @@ def test_rows_are_read_from_every_kind_of_state(tmp_path, kind, saved):
         assert torch.equal(table.numbers.gather(torch.tensor([table.rows - 1, 0])), weight[[-1, 0]])
 
 
+@pytest.mark.usefixtures("_one_rank")
+def test_a_module_whose_parameters_are_dtensors_is_read_like_another():
+    module = plain_collection()
+    for embedding in module.embeddings.values():
+        embedding.weight = torch.nn.Parameter(KINDS["DTensor"](embedding.weight))
+    for table in read_collection(module).tables:
+        assert torch.equal(table.numbers.read(0, table.rows), TRAINED.embeddings[table.name].weight)
+
+
 def test_rows_of_unconsumed_evictions_are_zeros_when_asked(tmp_path):
     module = managed_collection()
     collision = module._managed_collision_collection._managed_collision_modules["item"]

@@ -13,8 +13,16 @@ from torchrec.modules.mc_embedding_modules import (
 from torchrec.modules.mc_modules import LFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
 
 from export.errors import ExportError
+from export.options import Evicted
 from export.reading import read_collection
-from tests.modules import configs, managed_collection, map_of, plain_collection, untrained_collection
+from tests.modules import (
+    configs,
+    hash_zch_collection,
+    managed_collection,
+    map_of,
+    plain_collection,
+    untrained_collection,
+)
 
 
 def collision_of(module, table="user"):
@@ -34,6 +42,62 @@ def test_rows_are_not_copied():
     source = read_collection(module)
     assert source.tables[0].numbers.pieces[0].numbers.data_ptr() == module.embeddings["user"].weight.data_ptr()
     assert source.tables[0].map is None
+
+
+@pytest.mark.parametrize(
+    ("fallback", "default_row", "reserved"),
+    [("slot", -1, -1), ("none", -1, -1), ("no_bag", 0, -1), ("reserved", -1, 3)],
+)
+def test_an_mpzch_table_is_described_with_its_buckets_and_its_misses(fallback, default_row, reserved):
+    module = hash_zch_collection(
+        {"user": 24}, buckets=2, fallback=fallback, input_hash_size=1000, eviction="SINGLE_TTL_EVICTION"
+    )
+    (table,) = read_collection(module).tables
+    source = table.map
+    assert dict(zip(source.ids_K.tolist(), source.rows_K.tolist(), strict=True)) == map_of(module, "user")
+    assert source.identities_R.tolist() == collision_of(module)._hash_zch_identities[:, 0].tolist()
+    assert source.open_slots == int(collision_of(module).open_slots())
+    assert (source.training.row_edges, source.training.input_hash_size) == ((0, 12, 24), 1000)
+    assert not source.training.floor_modulo
+    assert source.policy == "SINGLE_TTL_EVICTION"
+    assert (source.mpzch.default_row, source.mpzch.num_reserved_slots, source.mpzch.max_probe) == (
+        default_row,
+        reserved,
+        4,
+    )
+
+
+def test_mpzch_without_an_input_hash_size_takes_the_floor_modulo():
+    (table,) = read_collection(hash_zch_collection({"user": 24}, buckets=2)).tables
+    assert table.map.training.floor_modulo
+
+
+@pytest.mark.parametrize("shape", [torch.zeros(24, 1, dtype=torch.int32), torch.zeros(24, 2, dtype=torch.int64)])
+def test_identities_that_the_kernel_cannot_serve_are_refused(shape):
+    module = hash_zch_collection({"user": 24})
+    collision_of(module)._hash_zch_identities = nn.Parameter(shape, requires_grad=False)
+    with pytest.raises(ExportError, match=r"table user: identities are torch\.int.*only INT64 \[R, 1\] is served"):
+        read_collection(module)
+
+
+def test_evictions_of_mpzch_that_nobody_consumed_are_refused_or_read_as_zeros():
+    module = hash_zch_collection({"user": 24})
+    evicted = collision_of(module)._evicted_indices = [torch.tensor([3, 5]), torch.tensor([3])]
+    with pytest.raises(ExportError, match=r"table user: .*--evicted reset"):
+        read_collection(module)
+    (table,) = read_collection(module, evicted=Evicted.RESET).tables
+    weight = module._embedding_module.embeddings["user"].weight.detach()
+    zeroed = weight.clone()
+    zeroed[[3, 5]] = 0.0
+    assert torch.equal(table.numbers.read(0, 24), zeroed)
+    assert torch.equal(table.numbers.gather(torch.tensor([5, 4])), zeroed[[5, 4]])
+    assert bool(weight[[3, 5]].all())
+    assert collision_of(module)._evicted_indices is evicted
+
+
+def test_need_indices_is_read():
+    assert not read_collection(plain_collection()).need_indices
+    assert read_collection(EmbeddingCollection(tables=configs({"user": 4}), need_indices=True)).need_indices
 
 
 def bag_collection():

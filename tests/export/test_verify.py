@@ -1,12 +1,11 @@
 """A version that is damaged, or answers otherwise than the module, does not pass; nor is such a version published."""
 
-import hashlib
 import json
 import struct
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import export.assembly
 from export import export_collection, verify_version
@@ -14,6 +13,7 @@ from export.contract import NO_ROW, RowDtype, read_manifest, version_dir, versio
 from export.errors import ExportError
 from export.programs import ProgramKind, RemapKind, ShardModule
 from export.trace import ShardProgram, _export, _quiet, _script, save_exported, trace_input_hash, trace_shard
+from tests.export.forging import forge, forge_state
 from tests.modules import managed_collection, map_of, modulo_hash, plain_collection, train
 
 
@@ -22,26 +22,6 @@ def published(tmp_path):
     module = managed_collection()
     export_collection(module, tmp_path, name="c", num_shards=2)
     return module, version_dir(tmp_path, "c", 1)
-
-
-def forge(directory, path, content):
-    """Replace a file and make the manifest agree, as somebody who knows the format could."""
-    (directory / path).write_bytes(content)
-    document = json.loads((directory / "manifest.json").read_text())
-    for file in document["files"]:
-        if file["path"] == path:
-            file.update(size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
-    (directory / "manifest.json").write_text(json.dumps(document))
-
-
-def forge_state(directory, shard, change):
-    path = directory / f"shard_{shard}" / "state.safetensors"
-    state = {name: tensor.clone() for name, tensor in load_file(path).items()}
-    change(state)
-    draft = directory / "draft"
-    save_file(state, draft)
-    forge(directory, f"shard_{shard}/state.safetensors", draft.read_bytes())
-    draft.unlink()
 
 
 def test_a_sound_version_passes_and_is_counted(tmp_path, published):
