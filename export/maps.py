@@ -53,8 +53,43 @@ def unconsumed_rows(table: str, modules: Sequence[nn.Module], evicted: Evicted) 
 def _evicted_rows(module: Any) -> list[torch.Tensor]:
     if isinstance(module, MCHManagedCollisionModule):
         return [module._evicted_emb_indices.to(torch.int64).cpu()] if module._evicted else []
+    return [rows.cpu() + _first_row(module) for rows in module._evicted_indices]
+
+
+def _first_row(module: Any) -> int:
+    """First row of the table that a module's map covers."""
+    if isinstance(module, MCHManagedCollisionModule):
+        return int(module._output_global_offset)
     offset = module._output_global_offset_tensor
-    return [rows.cpu() + (0 if offset is None else int(offset)) for rows in module._evicted_indices]
+    return 0 if offset is None else int(offset)
+
+
+def piece_of(module: Any) -> MapPiece:
+    """The rows of the table that a module's map covers."""
+    start = _first_row(module)
+    return MapPiece(row_start=start, row_stop=start + module._zch_size, module=module)
+
+
+def buckets_of(module: Any, row_edges: Sequence[int]) -> TrainingBuckets:
+    """How training cut the table of a module, whose buckets have the rows between ``row_edges``."""
+    size = module._input_hash_size
+    floor_modulo = size == 0 and not isinstance(module, MCHManagedCollisionModule)
+    return TrainingBuckets(input_hash_size=size, row_edges=tuple(row_edges), floor_modulo=floor_modulo)
+
+
+def segments_of(padded: torch.Tensor) -> list[int]:
+    """Row edges out of ``_output_segments_tensor``, which TorchRec fills up with −1."""
+    edges: list[int] = padded.tolist()
+    return edges[: edges.index(-1)] if -1 in edges else edges
+
+
+def check_bucket_count(table: str, saved: int, module: Any) -> None:
+    """Raise ExportError when state was saved with another number of MPZCH buckets than the module has."""
+    if saved != module._buckets:
+        raise ExportError(
+            f"table {table}: its state was saved with {saved} buckets, the module has {module._buckets}: ids would be "
+            "looked up in the wrong bucket; build the module with the bucket count of its training"
+        )
 
 
 def read_map(table: str, pieces: Sequence[MapPiece], training: TrainingBuckets) -> MapSource:
@@ -84,7 +119,6 @@ def _read_mch(table: str, pieces: Sequence[MapPiece], training: TrainingBuckets)
         policy=type(first._eviction_policy).__name__,
         ids_K=torch.cat([ids for ids, _ in parts]),
         rows_K=torch.cat([rows for _, rows in parts]),
-        open_slots=sum(max(0, int(piece.module.open_slots())) for piece in pieces),
         input_hash=None if function is None else InputHash(function=function, size=first._input_hash_size),
     )
 
@@ -153,7 +187,6 @@ def _read_mpzch(table: str, pieces: Sequence[MapPiece], training: TrainingBucket
         policy="none" if policy is None else policy.name,
         ids_K=identities_R[rows_K],
         rows_K=rows_K,
-        open_slots=sum(max(0, int(piece.module.open_slots())) for piece in pieces),
         input_hash=None,
         mpzch=_constants(table, first, training),
         identities_R=identities_R,
@@ -177,12 +210,8 @@ def _constants(table: str, module: Any, training: TrainingBuckets) -> Mpzch:
 
 
 def _check_mpzch(table: str, module: Any) -> None:
-    saved = int(module._hash_zch_bucket) if not module._hash_zch_bucket.is_meta else module._buckets
-    if saved != module._buckets:
-        raise ExportError(
-            f"table {table}: its state was saved with {saved} buckets, the module has {module._buckets}: ids would be "
-            "looked up in the wrong bucket; build the module with the bucket count of its training"
-        )
+    if not module._hash_zch_bucket.is_meta:
+        check_bucket_count(table, int(module._hash_zch_bucket), module)
     if module.input_mapper._inference_dispatch_div_train_world_size:
         raise ExportError(
             f"table {table}: inference_dispatch_div_train_world_size is not served: identities would hold other numbers "

@@ -94,10 +94,10 @@ def _defaults(
 def _open_slots(table: PlacedTable, source: MapSource, shard: int, num_shards: int) -> int:
     """This shard's share; the shares add up to the table's number."""
     if table.routing is Routing.HASH:
-        return source.open_slots // num_shards + (shard < source.open_slots % num_shards)
+        each, more = divmod(source.open_slots, num_shards)
+        return each + (shard < more)
     (piece,) = table.pieces_on(shard)
-    inside = [part for part in source.pieces if piece.row_start <= part.row_start < piece.row_stop]
-    return sum(max(0, int(part.module.open_slots())) for part in inside)
+    return source.open_slots_in(piece)
 
 
 def build_mch_tensors(tables: Sequence[MchTable | None], row_ids: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -59,11 +59,7 @@ def cut_mpzch(table: PlacedTable, shard: int, first_local: int) -> MpzchTable:
             rows=int(identities_R.shape[0]) + 1,
             width=table.source.dim,
             zch_rows=int((identities_R != -1).sum()),
-            zch_open_slots=sum(
-                max(0, int(part.module.open_slots()))
-                for part in source.pieces
-                if piece.row_start <= part.row_start < piece.row_stop
-            ),
+            zch_open_slots=source.open_slots_in(piece),
         ),
         numbers=table.source.numbers,
         row_ids=torch.cat([torch.arange(piece.row_start, piece.row_stop), torch.tensor([extra])]),

@@ -11,13 +11,12 @@ from torchrec.modules.mc_embedding_modules import (
 )
 from torchrec.modules.mc_modules import MCHManagedCollisionModule
 
-from export.contract import TrainingBuckets
 from export.errors import ExportError
-from export.maps import check_served, read_map, unconsumed_rows
+from export.maps import buckets_of, check_served, piece_of, read_map, unconsumed_rows
 from export.options import Evicted
 from export.rows import RowPiece, TableRows
 from export.shards import local_shards
-from export.source import CollectionSource, MapPiece, MapSource, TableSource
+from export.source import CollectionSource, MapSource, TableSource
 
 
 def read_collection(module: nn.Module, *, evicted: Evicted = Evicted.REFUSE) -> CollectionSource:
@@ -119,22 +118,14 @@ def _read_table(
 
 
 def _read_map(table: str, collision: Any, *, rows: int) -> MapSource:
-    if isinstance(collision, MCHManagedCollisionModule):
-        start, edges = collision._output_global_offset, (0, rows)
-    else:
-        offset = collision._output_global_offset_tensor
-        start, edges = 0 if offset is None else int(offset), tuple(collision._output_segments)
-    if start or collision._zch_size != rows:
+    piece = piece_of(collision)
+    if (piece.row_start, piece.row_stop) != (0, rows):
         raise ExportError(
-            f"table {table}: its id map covers rows {start}..{start + collision._zch_size} of {rows}, so it is one rank's "
+            f"table {table}: its id map covers rows {piece.row_start}..{piece.row_stop} of {rows}, so it is one rank's "
             "piece; call export_sharded on every rank, or export the unsharded module or a checkpoint"
         )
-    training = TrainingBuckets(
-        input_hash_size=collision._input_hash_size,
-        row_edges=edges,
-        floor_modulo=not isinstance(collision, MCHManagedCollisionModule) and collision._input_hash_size == 0,
-    )
-    return read_map(table, [MapPiece(row_start=0, row_stop=rows, module=collision)], training)
+    edges = (0, rows) if isinstance(collision, MCHManagedCollisionModule) else collision._output_segments
+    return read_map(table, [piece], buckets_of(collision, edges))
 
 
 def read_rows(config: Any, weight: Any, zeroed: torch.Tensor | None = None) -> TableRows:

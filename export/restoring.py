@@ -13,12 +13,11 @@ from torch import nn
 from torchrec.modules.mc_modules import MCHManagedCollisionModule
 
 from export.checkpoint import State, find_name, open_state, read_whole
-from export.contract import TrainingBuckets
 from export.errors import ExportError
-from export.maps import check_served, read_map
+from export.maps import buckets_of, check_bucket_count, check_served, piece_of, read_map, segments_of
 from export.reading import check_config, check_embedding_names, split_module
 from export.rows import RowPiece, TableRows
-from export.source import CollectionSource, MapPiece, MapSource, TableSource
+from export.source import CollectionSource, MapSource, TableSource
 
 
 def restore_collection(module: nn.Module, checkpoint: str | Path | Mapping[str, Any]) -> CollectionSource:
@@ -95,8 +94,7 @@ def _restore_mch(state: State, config: Any, collision: Any) -> MapSource:
     raw_ids = read_whole(state, _require(state, prefix + "_mch_sorted_raw_ids", (rows,)))
     mapping = read_whole(state, _require(state, prefix + "_mch_remapped_ids_mapping", (rows,)))
     segments = find_name(state, prefix + "_output_segments_tensor")
-    edges = [0, rows] if segments is None else read_whole(state, segments).tolist()
-    edges = edges[: edges.index(-1)] if -1 in edges else edges
+    edges = [0, rows] if segments is None else segments_of(read_whole(state, segments))
     if edges[:1] != [0] or edges[-1] != rows:
         raise ExportError(f"{state.place}: table {config.name}: segments {edges} are not those of {rows} rows")
     pieces = []
@@ -104,9 +102,8 @@ def _restore_mch(state: State, config: Any, collision: Any) -> MapSource:
         piece = collision.rebuild_with_output_id_range((start, stop), edges, device=torch.device("cpu"))
         piece._mch_sorted_raw_ids.copy_(raw_ids[start:stop])
         piece._mch_remapped_ids_mapping.copy_(mapping[start:stop])
-        pieces.append(MapPiece(row_start=start, row_stop=stop, module=piece.eval()))
-    training = TrainingBuckets(input_hash_size=collision._input_hash_size, row_edges=tuple(edges))
-    return read_map(config.name, pieces, training)
+        pieces.append(piece_of(piece.eval()))
+    return read_map(config.name, pieces, buckets_of(collision, edges))
 
 
 def _restore_mpzch(state: State, config: Any, collision: Any) -> MapSource:
@@ -115,25 +112,18 @@ def _restore_mpzch(state: State, config: Any, collision: Any) -> MapSource:
     prefix = f"_managed_collision_modules.{config.name}."
     name = _require(state, prefix + "_hash_zch_identities", (rows, 1))
     saved = find_name(state, prefix + "_hash_zch_bucket")
-    buckets = collision._buckets if saved is None else int(read_whole(state, saved))
-    if buckets != collision._buckets:
-        raise ExportError(
-            f"table {config.name}: its state was saved with {buckets} buckets, the module has {collision._buckets}: ids "
-            "would be looked up in the wrong bucket; build the module with the bucket count of its training"
-        )
+    if saved is not None:
+        check_bucket_count(config.name, int(read_whole(state, saved)), collision)
     identities = read_whole(state, name)
-    edges = tuple(collision._output_segments)
+    edges = collision._output_segments
     starts = sorted({chunk.offsets[0] for chunk in state.chunks(name)} | {0, rows})
     pieces = []
     for start, stop in itertools.pairwise(starts):
-        piece = collision.rebuild_with_output_id_range((start, stop), list(edges), device=torch.device("cpu"))
+        piece = collision.rebuild_with_output_id_range((start, stop), edges, device=torch.device("cpu"))
         with torch.no_grad():
             piece._hash_zch_identities.copy_(identities[start:stop])
-        pieces.append(MapPiece(row_start=start, row_stop=stop, module=piece.eval()))
-    training = TrainingBuckets(
-        input_hash_size=collision._input_hash_size, row_edges=edges, floor_modulo=collision._input_hash_size == 0
-    )
-    return read_map(config.name, pieces, training)
+        pieces.append(piece_of(piece.eval()))
+    return read_map(config.name, pieces, buckets_of(collision, edges))
 
 
 def _require(state: State, suffix: str, shape: tuple[int, ...]) -> str:

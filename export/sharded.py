@@ -13,14 +13,14 @@ from torchrec.distributed.types import ParameterSharding, ShardingType
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.modules.mc_modules import MCHManagedCollisionModule
 
-from export.contract import RowDtype, TrainingBuckets
+from export.contract import RowDtype
 from export.errors import ExportError
-from export.maps import check_served, read_map, unconsumed_rows
+from export.maps import buckets_of, check_served, piece_of, read_map, segments_of, unconsumed_rows
 from export.options import Evicted
 from export.reading import check_config, check_embedding_names, check_piece, make_piece
 from export.rows import TableRows
 from export.shards import local_shards
-from export.source import CollectionSource, MapPiece, MapSource, TableSource
+from export.source import CollectionSource, MapSource, TableSource
 
 
 def read_sharded(
@@ -108,14 +108,7 @@ def _check_sharding(table: str, sharding: ParameterSharding, row_dtype: str) -> 
 
 def _read_map(table: str, collision: Any) -> MapSource:
     if isinstance(collision, MCHManagedCollisionModule):
-        start = collision._output_global_offset
-        segments = collision._output_segments_tensor.tolist()
-        edges = segments[: segments.index(-1)] if -1 in segments else segments
+        edges = segments_of(collision._output_segments_tensor)
     else:
-        offset = collision._output_global_offset_tensor
-        start, edges = 0 if offset is None else int(offset), collision._output_segments
-    piece = MapPiece(row_start=start, row_stop=start + collision._zch_size, module=collision)
-    size = collision._input_hash_size
-    floor = not isinstance(collision, MCHManagedCollisionModule) and size == 0
-    training = TrainingBuckets(input_hash_size=size, row_edges=tuple(edges), floor_modulo=floor)
-    return read_map(table, [piece], training)
+        edges = collision._output_segments
+    return read_map(table, [piece_of(collision)], buckets_of(collision, edges))

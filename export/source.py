@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torchrec.modules.mc_modules import ManagedCollisionModule
 
-from export.contract import Mpzch, Remap, TrainingBuckets
+from export.contract import Mpzch, Placement, Remap, TrainingBuckets
 from export.rows import TableRows
 
 HashFunction = Callable[[torch.Tensor, int], torch.Tensor]
@@ -34,6 +34,11 @@ class MapPiece:
     row_stop: int
     module: ManagedCollisionModule
 
+    @property
+    def open_slots(self) -> int:
+        """The module's own ``open_slots()``, never below 0."""
+        return max(0, int(self.module.open_slots()))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MapSource:
@@ -50,11 +55,20 @@ class MapSource:
     """INT64, after the input hash, sentinels left out; each piece's are ascending (MCH) or in row order (MPZCH)."""
     rows_K: torch.Tensor
     """INT64: the row of each id, in the whole table's numbering."""
-    open_slots: int
     input_hash: InputHash | None
     mpzch: Mpzch | None = None
     identities_R: torch.Tensor | None = None
     """MPZCH: INT64 [R], the id in each row's slot, −1 where empty."""
+
+    @property
+    def open_slots(self) -> int:
+        """Open slots of all pieces that are here."""
+        return sum(piece.open_slots for piece in self.pieces)
+
+    def open_slots_in(self, rows: Placement) -> int:
+        """Open slots of the pieces that begin among the rows of a placement."""
+        begun = [piece for piece in self.pieces if rows.row_start <= piece.row_start < rows.row_stop]
+        return sum(piece.open_slots for piece in begun)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
