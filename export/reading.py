@@ -14,7 +14,7 @@ from torchrec.modules.mc_modules import MCHManagedCollisionModule
 from export.errors import ExportError
 from export.maps import buckets_of, check_served, piece_of, read_map, unconsumed_rows
 from export.options import Evicted
-from export.rows import RowPiece, TableRows
+from export.rows import RowPiece, TableRows, piece_at
 from export.shards import local_shards
 from export.source import CollectionSource, MapSource, TableSource
 
@@ -137,7 +137,7 @@ def read_rows(config: Any, weight: Any, zeroed: torch.Tensor | None = None) -> T
     shape = (config.num_embeddings, config.embedding_dim)
     if tuple(weight.shape) != shape:
         raise ExportError(f"table {config.name}: its rows have shape {tuple(weight.shape)}, its config says {shape}")
-    pieces = [check_piece(config.name, make_piece(*shard)) for shard in local_shards(weight)]
+    pieces = [check_piece(config.name, piece_at(*shard)) for shard in local_shards(weight)]
     held = sum(piece.numbers.numel() for piece in pieces)
     if held != shape[0] * shape[1]:
         raise ExportError(
@@ -145,18 +145,6 @@ def read_rows(config: Any, weight: Any, zeroed: torch.Tensor | None = None) -> T
             "every rank, or export a checkpoint"
         )
     return TableRows(table=config.name, rows=shape[0], dim=shape[1], pieces=pieces, zeroed=zeroed)
-
-
-def make_piece(offsets: tuple[int, ...], numbers: torch.Tensor) -> RowPiece:
-    """The rectangle of a [R, D] tensor that begins at ``offsets``."""
-    row, column = offsets
-    return RowPiece(
-        row_start=row,
-        row_stop=row + int(numbers.shape[0]),
-        col_start=column,
-        col_stop=column + int(numbers.shape[1]),
-        numbers=numbers,
-    )
 
 
 def check_piece(table: str, piece: RowPiece) -> RowPiece:

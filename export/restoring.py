@@ -16,7 +16,7 @@ from export.checkpoint import State, find_name, open_state, read_whole
 from export.errors import ExportError
 from export.maps import buckets_of, check_bucket_count, check_served, piece_of, read_map, segments_of
 from export.reading import check_config, check_embedding_names, split_module
-from export.rows import RowPiece, TableRows
+from export.rows import TableRows, piece_at
 from export.source import CollectionSource, MapSource, TableSource
 
 
@@ -63,17 +63,7 @@ def _read_rows(state: State, config: Any) -> TableRows:
     for chunk in state.chunks(name):
         if not chunk.numbers.is_floating_point():
             raise ExportError(f"{state.place}: {name}: rows of {chunk.numbers.dtype}; only floating point is served")
-        (row, column), (rows, columns) = chunk.offsets, chunk.numbers.shape
-        pieces.append(
-            RowPiece(
-                row_start=row,
-                row_stop=row + rows,
-                col_start=column,
-                col_stop=column + columns,
-                numbers=chunk.numbers,
-                release=chunk.release,
-            )
-        )
+        pieces.append(piece_at(chunk.offsets, chunk.numbers, release=chunk.release))
     held = sum(piece.numbers.numel() for piece in pieces)
     if held != shape[0] * shape[1]:
         raise ExportError(f"{state.place}: {name}: {held} of {shape[0] * shape[1]} numbers are here; pass all of it")

@@ -28,6 +28,20 @@ class RowPiece:
     """Gives back the pages of a mapped piece, which would otherwise pile up to the size of the table."""
 
 
+def piece_at(offsets: tuple[int, ...], numbers: torch.Tensor, *, release: Callable[[], None] | None = None) -> RowPiece:
+    """The rectangle of a [R, D] tensor that begins at ``offsets``."""
+    row, column = offsets
+    rows, columns = numbers.shape
+    return RowPiece(
+        row_start=row,
+        row_stop=row + rows,
+        col_start=column,
+        col_stop=column + columns,
+        numbers=numbers,
+        release=release,
+    )
+
+
 class TableRows:
     """The rows of one table, or what of them this process can read.
 
@@ -63,7 +77,8 @@ class TableRows:
         if len(self.pieces) == 1 and not self._zeroed.numel():
             piece = self.pieces[0]
             self._check(self._held(piece, start, stop, first, last), (stop - start) * (last - first))
-            rows, cols = slice(start - piece.row_start, stop - piece.row_start), self._within(piece, first, last)
+            rows = slice(start - piece.row_start, stop - piece.row_start)
+            cols = slice(first - piece.col_start, last - piece.col_start)
             if piece.release is not None:
                 piece.release()  # what was read before; a view of what is read now comes back as it is looked at
             return piece.numbers[rows, cols].float().cpu().contiguous()
@@ -118,19 +133,8 @@ class TableRows:
         cols = min(last, piece.col_stop) - max(first, piece.col_start)
         return max(rows, 0) * max(cols, 0)
 
-    @staticmethod
-    def _within(piece: RowPiece, first: int, last: int) -> slice:
-        return slice(first - piece.col_start, last - piece.col_start)
-
     def _check(self, held: int, wanted: int) -> None:
         if held != wanted:
             raise ExportError(
                 f"table {self.table}: {wanted - held} of {wanted} numbers of its rows are not here; pass the whole state"
             )
-
-
-def whole_table(table: str, weight_RD: torch.Tensor, *, zeroed: torch.Tensor | None = None) -> TableRows:
-    """The rows of a table that one tensor [R, D] holds."""
-    rows, dim = weight_RD.shape
-    piece = RowPiece(row_start=0, row_stop=rows, col_start=0, col_stop=dim, numbers=weight_RD)
-    return TableRows(table=table, rows=rows, dim=dim, pieces=[piece], zeroed=zeroed)

@@ -17,8 +17,8 @@ from export.contract import RowDtype
 from export.errors import ExportError
 from export.maps import buckets_of, check_served, piece_of, read_map, segments_of, unconsumed_rows
 from export.options import Evicted
-from export.reading import check_config, check_embedding_names, check_piece, make_piece
-from export.rows import TableRows
+from export.reading import check_config, check_embedding_names, check_piece
+from export.rows import TableRows, piece_at
 from export.shards import local_shards
 from export.source import CollectionSource, MapSource, TableSource
 
@@ -47,7 +47,7 @@ def read_sharded(
             check_served(config.name, collision)
         zeroed = None if collision is None else unconsumed_rows(config.name, [collision], evicted)
         shards = local_shards(state[f"embeddings.{config.name}.weight"])
-        pieces = [check_piece(config.name, make_piece(*shard)) for shard in shards if shard[1].numel()]
+        pieces = [check_piece(config.name, piece_at(*shard)) for shard in shards if shard[1].numel()]
         tables.append(
             TableSource(
                 name=config.name,

@@ -22,6 +22,8 @@ from torchrec.modules.mc_modules import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from export.rows import TableRows, piece_at
+
 POLICIES: dict[str, Callable[[], MCHEvictionPolicy]] = {
     "lfu": LFU_EvictionPolicy,
     "lru": LRU_EvictionPolicy,
@@ -67,6 +69,12 @@ def spread_rows(collection: EmbeddingCollection, seed: int = 0) -> None:
     with torch.no_grad():
         for embedding in collection.embeddings.values():
             embedding.weight.copy_(torch.randn(embedding.weight.shape, generator=generator))
+
+
+def whole_table(table: str, weight_RD: torch.Tensor, *, zeroed: torch.Tensor | None = None) -> TableRows:
+    """The rows of a table that one tensor [R, D] holds."""
+    rows, dim = weight_RD.shape
+    return TableRows(table=table, rows=rows, dim=dim, pieces=[piece_at((0, 0), weight_RD)], zeroed=zeroed)
 
 
 def plain_collection(

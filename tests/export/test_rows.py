@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from export.contract import NO_ROW
 from export.errors import ExportError
-from export.rows import RowPiece, TableRows, whole_table
+from export.rows import RowPiece, TableRows
+from tests.modules import whole_table
 
 
 def cut(table, row_edges, col_edges, dtype=torch.float32):

@@ -10,10 +10,9 @@ from export.contract import Remap, TrainingBuckets, Unknown, even_row_ranges, tr
 from export.placement import place_tables
 from export.plans import Plan
 from export.reading import read_collection
-from export.rows import whole_table
 from export.skew import find_skew, warn_of_skew
 from export.state import PlacedTable
-from tests.modules import managed_collection, plain_collection
+from tests.modules import managed_collection, plain_collection, whole_table
 
 MANAGED = read_collection(managed_collection({"user": 12}))
 
