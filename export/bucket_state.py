@@ -17,7 +17,7 @@ def bucket_rule(tables: Sequence[TrainingBuckets]) -> dict[str, torch.Tensor]:
     rows: list[tuple[int, ...]] = []
     first = 0
     for training in tables:
-        size = -(-training.input_hash_size // training.buckets)
+        size = training.block_size
         limit = size * training.buckets
         wrap = 0 if training.floor_modulo else (1 << 64) % training.buckets
         last, top = min(limit - 1, INT64_MAX), _INT64_MIN + max(0, limit - INT64_MAX - 1)

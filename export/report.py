@@ -73,7 +73,7 @@ def _held(table: Table, shard: Shard) -> str:
     rows = next((f"{entry.rows:,}" for entry in shard.tables if entry.table == table.name), "")
     if not rows or table.routing is not Routing.COLUMNS:
         return rows
-    columns = ", ".join(f"{piece.col_start}:{piece.col_stop or table.dim}" for piece in table.pieces_on(shard.index))
+    columns = ", ".join("{}:{}".format(*piece.columns(table.dim)) for piece in table.pieces_on(shard.index))
     return f"{rows} [{columns}]"
 
 

@@ -44,12 +44,12 @@ def _draw(
 
 def _ids(table: TableSource, size: int, distinct: int, rng: np.random.Generator) -> torch.Tensor:
     """Known ids, their neighbours, unknown, negative and sentinel ids, with many duplicates."""
-    known = np.arange(table.rows, dtype=np.int64) if table.map is None else table.map.ids_K.numpy()
+    known = table.rows if table.map is None else table.map.ids_K.numpy()  # a number: that many ids from 0 on
     edges = _edges(table)
     few = max(1, min(size, distinct) // 4)
     anywhere = rng.integers(-INT64_MAX - 1, INT64_MAX, size=few, dtype=np.int64)
     small = rng.integers(-table.rows, 2 * table.rows, size=few, dtype=np.int64)
-    some = rng.choice(known, size=2 * few) if known.size else edges
+    some = rng.choice(known, size=2 * few) if np.size(known) else edges
     pool = np.concatenate([some, some + 1, edges, anywhere, small])
     return torch.from_numpy(rng.choice(pool, size=size))
 
@@ -76,8 +76,7 @@ def _edges(table: TableSource) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 
 def _block_edges(training: TrainingBuckets) -> Iterator[int]:
     """Ids on either side of where a training block begins, and over-range ones, which every bucket gets some of."""
-    size = -(-training.input_hash_size // training.buckets)
-    starts = [block * size for block in range(training.buckets + 1)]
+    starts = [block * training.block_size for block in range(training.buckets + 1)]
     around = {max(start + step, 0) for start in starts for step in (-1, 0, 1)}
     beyond = {first + step for first in (starts[-1], 1 << 63) for step in range(training.buckets)}
     for unsigned in sorted(around | beyond):

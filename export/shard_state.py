@@ -69,7 +69,7 @@ def _plain_block(table: PlacedTable, shard: int) -> RowBlock:
     return RowBlock(
         numbers=table.source.numbers,
         rows=slice(pieces[0].row_start, pieces[0].row_stop),
-        columns=tuple((piece.col_start, piece.col_stop or table.source.dim) for piece in pieces),
+        columns=tuple(piece.columns(table.source.dim) for piece in pieces),
     )
 
 

@@ -123,6 +123,6 @@ def _bytes_by_shard(table: PlacedTable, ids_S: Sequence[int]) -> list[int]:
         return [ids * table.source.dim * 4 for ids in ids_S]
     bytes_S = [0] * len(ids_S)
     for piece in table.placements:
-        columns = (piece.col_stop or table.source.dim) - piece.col_start
-        bytes_S[piece.shard] += (piece.row_stop - piece.row_start) * columns * 4
+        first, last = piece.columns(table.source.dim)
+        bytes_S[piece.shard] += (piece.row_stop - piece.row_start) * (last - first) * 4
     return bytes_S

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from export.contract import (
     Manifest,
     OutOfRange,
-    Remap,
     RepositoryError,
     Routing,
     Table,
@@ -152,7 +151,7 @@ def _compile_table(table: Table, hashes: Mapping[str, InputHash]) -> ServedTable
         row_shards_P=np.array([piece.shard for piece in pieces], dtype=np.uint16),
         training=table.training,
         bucket_shards_B=np.array(bucket_shards, dtype=np.uint16),
-        rejects_out_of_range=table.remap is Remap.NONE and table.out_of_range is OutOfRange.REJECT,
+        rejects_out_of_range=not table.managed and table.out_of_range is OutOfRange.REJECT,
         input_hash=hashes[table.input_hash] if table.input_hash else None,
     )
 
@@ -161,10 +160,9 @@ def _hold(table: Table, index: int, shard: int) -> HeldTable:
     pieces: list[tuple[slice, slice]] = []
     at = 0
     for piece in table.pieces_on(shard):
-        columns = slice(piece.col_start, table.dim if piece.col_stop is None else piece.col_stop)
-        width = columns.stop - columns.start
-        pieces.append((slice(at, at + width), columns))
-        at += width
+        first, last = piece.columns(table.dim)
+        pieces.append((slice(at, at + last - first), slice(first, last)))
+        at += last - first
     return HeldTable(table=index, width=at, pieces=tuple(pieces))
 
 

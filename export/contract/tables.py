@@ -39,6 +39,10 @@ class Placement(Strict):
             raise ValueError(f"col_stop {self.col_stop} does not lie behind col_start {self.col_start}")
         return self
 
+    def columns(self, dim: int) -> tuple[int, int]:
+        """Its columns [start, stop) of a table of that dimension."""
+        return self.col_start, dim if self.col_stop is None else self.col_stop
+
 
 class Zch(Strict):
     """State of a managed-collision map at export, as the module itself counts it."""
@@ -74,6 +78,11 @@ class TrainingBuckets(Strict):
     def buckets(self) -> int:
         """How many buckets there are."""
         return len(self.row_edges) - 1
+
+    @property
+    def block_size(self) -> int:
+        """Ids of each bucket's block; 0: there are no blocks."""
+        return -(-self.input_hash_size // self.buckets)
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -137,7 +146,7 @@ class Table(Strict):
 
     def width_on(self, shard: int) -> int:
         """Numbers of each row of the table on one shard; 0 if it holds none."""
-        return sum((piece.col_stop or self.dim) - piece.col_start for piece in self.pieces_on(shard))
+        return sum(stop - start for start, stop in (piece.columns(self.dim) for piece in self.pieces_on(shard)))
 
     @property
     def bucket_shards(self) -> tuple[int, ...]:
@@ -181,7 +190,7 @@ def check_placements(table: Table) -> None:
     elif any((piece.row_start, piece.row_stop) != (0, table.rows) for piece in pieces) or not pieces:
         raise ValueError(f"table {table.name}: routing {table.routing.value!r} places all rows 0..{table.rows}")
     if table.routing is Routing.COLUMNS:
-        _check_cover(table, [(piece.col_start, piece.col_stop or table.dim) for piece in pieces], "column", table.dim)
+        _check_cover(table, [piece.columns(table.dim) for piece in pieces], "column", table.dim)
     elif any((piece.col_start, piece.col_stop) != (0, None) for piece in pieces):
         raise ValueError(f"table {table.name}: only routing 'columns' cuts rows into columns")
     if table.routing is Routing.TRAINING:
