@@ -45,13 +45,13 @@ def build_version(
     with ExitStack() as stack, _disk_errors(repo):
         number, directory = team.on_first(lambda: _open_stage(stack, repo, order, version))
         mine = dataclasses.replace(order, version=number)
-        team.together(lambda: _check_visible(directory))
+        team.each(lambda: _check_visible(directory))
         written = team.together(
             lambda: list(write_version(directory, mine, shards, on_progress, hashes=team.rank == 0))
         )
         parts = [part for rank in written for part in rank]
         manifest = team.on_first(lambda: _describe(mine, parts))
-        team.together(lambda: check_version(directory, manifest, mine.source, on_progress, shards=shards))
+        team.each(lambda: check_version(directory, manifest, mine.source, on_progress, shards=shards))
         configs = [render_config(shard, manifest.runtime) for shard in manifest.shards]
         team.on_first(lambda: publish(repo, directory, manifest, configs))
         return manifest

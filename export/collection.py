@@ -1,6 +1,6 @@
 """Owns the order of an export and of a verification; each step lives in a module of its own.
 
-Public: ``export_collection`` and ``verify_version``.
+Public: ``export_collection``, ``export_sharded`` and ``verify_version``.
 """
 
 from collections.abc import Callable, Mapping

@@ -11,8 +11,6 @@ from export.progress import Progress
 from export.state import ShardState, materialise
 from export.trace import script_embedded, trace_shard
 
-_BLOCK_BYTES = 8 << 20
-
 
 def write_embedded(path: Path, state: ShardState, on_progress: Progress) -> StateFile:
     """Write a self-contained ``model.pt`` onto the disk; holds one shard's state in memory while it does.
@@ -22,9 +20,7 @@ def write_embedded(path: Path, state: ShardState, on_progress: Progress) -> Stat
     tensors = materialise(state, on_progress, f"writing {path.parent.name}")
     program = script_embedded(state.kind, [tensors[name] for name in trace_shard(state.kind).state_names])
     torch.jit.save(program, str(path))
-    digest = hashlib.sha256()
     with path.open("rb+") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
+        digest = hashlib.file_digest(file, "sha256")
         os.fsync(file.fileno())
     return StateFile(path=path.name, size_bytes=path.stat().st_size, sha256=digest.hexdigest())

@@ -52,11 +52,12 @@ class MappedFile:
         return self._map[span]
 
 
-_DTYPES = {"I64": torch.int64, "F32": torch.float32, "F16": torch.float16, "U8": torch.uint8}
+SAFETENSORS_DTYPES = {"I64": torch.int64, "F32": torch.float32, "F16": torch.float16, "U8": torch.uint8}
+"""The dtypes of a state file, by their names in its header."""
 
 
 def map_safetensors(file: MappedFile, names: Iterable[str]) -> list[torch.Tensor]:
-    """Tensors of a safetensors file in the given order.
+    """Tensors of a safetensors file in the given order; safetensors' own reader cannot give pages back.
 
     Raises:
         ExportError: The header is damaged, or a tensor is not there or cut off; names it.
@@ -66,7 +67,9 @@ def map_safetensors(file: MappedFile, names: Iterable[str]) -> list[torch.Tensor
         header = json.loads(file[8 : 8 + length])
         found = {name: header[name] for name in names}
         return [
-            file.tensor(8 + length + entry["data_offsets"][0], _DTYPES[entry["dtype"]], tuple(entry["shape"]))
+            file.tensor(
+                8 + length + entry["data_offsets"][0], SAFETENSORS_DTYPES[entry["dtype"]], tuple(entry["shape"])
+            )
             for entry in found.values()
         ]
     except (ValueError, KeyError, TypeError) as exc:

@@ -35,14 +35,6 @@ class Answer:
     hits_N: torch.Tensor
     """BOOL."""
 
-    def equals(self, other: "Answer") -> bool:
-        """Whether the answers agree bit by bit, so that a NaN equals itself and 0.0 differs from −0.0."""
-        return (
-            torch.equal(self.embeddings_ND.view(torch.int32), other.embeddings_ND.view(torch.int32))
-            and torch.equal(self.row_ids_N, other.row_ids_N)
-            and torch.equal(self.hits_N, other.hits_N)
-        )
-
 
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 
 from export.contract import Placement, Routing, ShardTable, StateFile, Unknown
+from export.mapped import SAFETENSORS_DTYPES
 from export.programs import ProgramKind
 from export.progress import Progress
 from export.source import TableSource
 
 _ALIGNMENT = 64
-_DTYPES = {torch.int64: "I64", torch.float32: "F32", torch.float16: "F16", torch.uint8: "U8"}
+_DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +108,7 @@ def _header(state: ShardState) -> bytes:
         if tensor.name == "rows":
             before_rows = offset
         span = [offset, offset + tensor.nbytes]
-        entries[tensor.name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+        entries[tensor.name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
         offset += tensor.nbytes
     header = json.dumps(entries, separators=(",", ":")).encode()
     # All before the rows are INT64: padding the header puts the rows on a cache line, and those on 8 bytes.

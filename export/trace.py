@@ -6,7 +6,7 @@ A traced program is the same for every shard of its kind and dimension, so it is
 import functools
 import io
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
-from export.contract import RowDtype
 from export.programs import EmbeddedShard, InputHashProgram, ProgramKind, ShardModule
 from export.remaps import BUCKET_STATE
+from export.row_dtypes import DTYPES
 from export.source import InputHash
 
 
@@ -97,11 +97,6 @@ def _script(program: nn.Module) -> bytes:
     return buffer.getvalue()
 
 
-_ROWS: Mapping[RowDtype, torch.dtype] = {
-    RowDtype.FP32: torch.float32,
-    RowDtype.FP16: torch.float16,
-    RowDtype.INT8: torch.uint8,
-}
 _BUCKETS = (4, 7, -(1 << 63), 2, 0, 0)
 
 
@@ -127,7 +122,7 @@ def _examples(kind: ProgramKind, state_names: tuple[str, ...]) -> tuple[torch.Te
         "probe_kinds": torch.tensor([0, 1, 0]),
         "mpzch_tables": torch.tensor([0, 1, 0]),
         "row_scales": torch.ones(rows, 2),
-        "rows": torch.zeros(rows, kind.width, dtype=_ROWS[kind.row_dtype]),
+        "rows": torch.zeros(rows, kind.width, dtype=DTYPES[kind.row_dtype]),
         **{name: torch.tensor([value] * 3) for name, value in zip(BUCKET_STATE, _BUCKETS, strict=True)},
         "bucket_firsts": torch.tensor([0, 2, 4]),
     }
