@@ -23,6 +23,13 @@ def spread(values_T: torch.Tensor, table_lengths_T: torch.Tensor, ids_N: torch.T
     return torch.repeat_interleave(values_T, table_lengths_T, output_size=ids_N.shape[0])
 
 
+def is_in_range(ids_N: torch.Tensor, table_lengths_T: torch.Tensor, state: list[torch.Tensor]) -> torch.Tensor:
+    """Whether each id lies between its table's ``row_starts`` and ``row_stops``, the first two of ``state``."""
+    starts_N = spread(state[0], table_lengths_T, ids_N)
+    stops_N = spread(state[1], table_lengths_T, ids_N)
+    return (ids_N >= starts_N) & (ids_N < stops_N)
+
+
 class PlainRemap(nn.Module):
     """Hold ids against each table's row range; an id is its row."""
 
@@ -33,10 +40,8 @@ class PlainRemap(nn.Module):
         self, ids_N: torch.Tensor, table_lengths_T: torch.Tensor, state: list[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Remap; ``row_offsets`` is what to add to a row number to get the local row."""
-        starts_N = spread(state[0], table_lengths_T, ids_N)
-        stops_N = spread(state[1], table_lengths_T, ids_N)
+        hits_N = is_in_range(ids_N, table_lengths_T, state)
         offsets_N = spread(state[2], table_lengths_T, ids_N)
-        hits_N = (ids_N >= starts_N) & (ids_N < stops_N)
         return torch.where(hits_N, ids_N + offsets_N, 0), torch.where(hits_N, ids_N, self.no_row), hits_N
 
 
@@ -50,11 +55,9 @@ class WideRemap(nn.Module):
         self, ids_N: torch.Tensor, table_lengths_T: torch.Tensor, state: list[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Remap to [N'] local rows, N' the sum of units; ``row_offsets`` is added to row number times units."""
-        starts_N = spread(state[0], table_lengths_T, ids_N)
-        stops_N = spread(state[1], table_lengths_T, ids_N)
+        hits_N = is_in_range(ids_N, table_lengths_T, state)
         offsets_N = spread(state[2], table_lengths_T, ids_N)
         units_N = spread(state[3], table_lengths_T, ids_N)
-        hits_N = (ids_N >= starts_N) & (ids_N < stops_N)
         first_N = torch.where(hits_N, ids_N * units_N + offsets_N, 0)
         shift_N = first_N - (units_N.cumsum(0) - units_N) - 1
         local = torch.repeat_interleave(shift_N, units_N)

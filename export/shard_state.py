@@ -4,7 +4,7 @@ Must not read rows (``export.stored_rows``) or decide where a table lies (``expo
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -91,18 +91,10 @@ def _build_managed(
     pieces: list[MpzchTable | MchTable] = [*probed.values(), *looked_up.values()]
     row_ids = torch.cat([piece.row_ids for piece in pieces]) if pieces else torch.full((1,), NO_ROW)
     names = [table.source.name for table in tables]
-    mch = build_mch_tensors([looked_up.get(name) for name in names], row_ids)
-    remap = RemapKind.BUCKETED_MCH if BUCKET_STATE[0] in mch else RemapKind.MCH
-    remap_tensors, constants = mch, [table.mpzch for table in probed.values()]
-    max_probes = tuple(sorted({own.max_probe for own in constants})) or (1,)
-    if probed:
-        mpzch = build_mpzch_tensors([probed.get(name) for name in names], row_ids, max_probes)
-        remap, remap_tensors = RemapKind.MPZCH, mpzch
-        if looked_up:
-            remap = RemapKind.BUCKETED_MIXED if BUCKET_STATE[0] in mch else RemapKind.MIXED
-            remap_tensors = {"mpzch_tables": torch.tensor([int(name in probed) for name in names])}
-            remap_tensors |= {f"mch_{name}": tensor for name, tensor in mch.items()}
-            remap_tensors |= {f"mpzch_{name}": tensor for name, tensor in mpzch.items()}
+    max_probes = tuple(sorted({table.mpzch.max_probe for table in probed.values()})) or (1,)
+    mch = build_mch_tensors([looked_up.get(name) for name in names], row_ids) if looked_up or not probed else {}
+    mpzch = build_mpzch_tensors([probed.get(name) for name in names], row_ids, max_probes) if probed else {}
+    remap, tensors = _combine(mch, mpzch, [int(name in probed) for name in names])
     errors: dict[str, float] = {}
     blocks = [RowBlock(numbers=piece.numbers, rows=piece.row_ids, columns=((0, dim),)) for piece in pieces]
     return ShardState(
@@ -111,15 +103,31 @@ def _build_managed(
             row_dtype=row_dtype,
             width=dim,
             max_probes=max_probes,
-            opt_in=any(own.num_reserved_slots > 0 for own in constants),
+            opt_in=any(table.mpzch.num_reserved_slots > 0 for table in probed.values()),
         ),
         entries=tuple((probed.get(name) or looked_up[name]).entry for name in names),
         errors=errors,
         tensors=(
-            *(ready(name, tensor) for name, tensor in remap_tensors.items()),
+            *(ready(name, tensor) for name, tensor in tensors.items()),
             *row_tensors(blocks, zero_rows=0, width=dim, row_dtype=row_dtype, errors=errors),
         ),
     )
+
+
+def _combine(
+    mch: Mapping[str, torch.Tensor], mpzch: Mapping[str, torch.Tensor], mpzch_tables: Sequence[int]
+) -> tuple[RemapKind, Mapping[str, torch.Tensor]]:
+    """The remap that reads one kind's tensors, or both kinds' under names of their own; ``mpzch_tables`` marks each table."""
+    bucketed = BUCKET_STATE[0] in mch
+    if not mpzch:
+        return RemapKind.BUCKETED_MCH if bucketed else RemapKind.MCH, mch
+    if not mch:
+        return RemapKind.MPZCH, mpzch
+    return RemapKind.BUCKETED_MIXED if bucketed else RemapKind.MIXED, {
+        "mpzch_tables": torch.tensor(mpzch_tables),
+        **{f"mch_{name}": tensor for name, tensor in mch.items()},
+        **{f"mpzch_{name}": tensor for name, tensor in mpzch.items()},
+    }
 
 
 def _remap(table: PlacedTable) -> Remap:
