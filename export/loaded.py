@@ -57,6 +57,8 @@ class LoadedVersion:
     def check_maps(self) -> None:
         """A map holds as many ids as the manifest says; with every known id found later, it holds no other.
 
+        But in an MPZCH slot whose id is a copy, see ``MapSource.rows_K``, which answers nothing.
+
         Raises:
             ExportError: One does not.
         """

@@ -3,6 +3,7 @@
 Must not change a module. Shape suffixes: K ids in a map, R rows of a table.
 """
 
+import itertools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -16,9 +17,13 @@ from torchrec.modules.mc_modules import MCHManagedCollisionModule
 from export.contract import INT64_MAX, NO_ROW, Mpzch, Remap, TrainingBuckets, training_bucket
 from export.errors import ExportError
 from export.options import Evicted
+from export.oracle import remap_ids
 from export.source import InputHash, MapPiece, MapSource
 
 _log = logging.getLogger(__name__)
+
+_IDS_AT_ONCE = 1 << 20
+"""Ids that the kernel is asked for in one call, so that a large map does not take its memory several times."""
 
 
 def check_served(table: str, module: nn.Module) -> None:
@@ -89,6 +94,20 @@ def check_bucket_count(table: str, saved: int, module: Any) -> None:
         raise ExportError(
             f"table {table}: its state was saved with {saved} buckets, the module has {module._buckets}: ids would be "
             "looked up in the wrong bucket; build the module with the bucket count of its training"
+        )
+
+
+def warn_of_unsaid_buckets(table: str, module: Any) -> None:
+    """Say so where state without a bucket count could be of another one although all of its ids are found."""
+    smallest = min(stop - start for start, stop in itertools.pairwise(module._output_segments))
+    if not module._disable_fallback and module._max_probe >= smallest:
+        _log.warning(
+            "table %s: its state does not say its bucket count, and max_probe %d reaches over whole buckets of %d rows, "
+            "where ids are found under several counts; make sure that training had %d, or unknown ids get other rows",
+            table,
+            module._max_probe,
+            smallest,
+            module._buckets,
         )
 
 
@@ -180,7 +199,7 @@ def _read_mpzch(table: str, pieces: Sequence[MapPiece], training: TrainingBucket
         identities_R[piece.row_start : piece.row_stop] = identities.detach().cpu().reshape(-1)
     rows_K = (identities_R != -1).nonzero()[:, 0]
     policy = first._eviction_policy_name_copy
-    return MapSource(
+    source = MapSource(
         remap=Remap.MPZCH,
         pieces=tuple(pieces),
         training=training,
@@ -191,11 +210,31 @@ def _read_mpzch(table: str, pieces: Sequence[MapPiece], training: TrainingBucket
         mpzch=_constants(table, first, training),
         identities_R=identities_R,
     )
+    _check_found(table, source)
+    return source
+
+
+def _check_found(table: str, source: MapSource) -> None:
+    """Raise ExportError unless the kernel finds every id of an MPZCH map.
+
+    Training puts an id into a slot that is probed for it, so every id is found: in its own slot, or, where threads of
+    one batch evicted a slot each for one id, in the first of its copies.
+    """
+    assert source.mpzch is not None
+    hits = [remap_ids(source, ids_N)[1] for ids_N in torch.split(source.ids_K, _IDS_AT_ONCE)]
+    known = int(torch.cat(hits).sum())
+    held = int(source.ids_K.shape[0])
+    if known != held:
+        raise ExportError(
+            f"table {table}: {held - known} of {held} ids are not found where they lie by a module of "
+            f"{source.training.buckets} buckets and max_probe {source.mpzch.max_probe}, so they were put there by another; "
+            "build the module with the bucket count, max_probe, input_hash_size and reserved slots of its training"
+        )
 
 
 def _constants(table: str, module: Any, training: TrainingBuckets) -> Mpzch:
     reserved = int(module.get_reserved_slots_per_bucket())
-    smallest = min(stop - start for start, stop in zip(training.row_edges, training.row_edges[1:], strict=False))
+    smallest = min(stop - start for start, stop in itertools.pairwise(training.row_edges))
     if module._opt_in_prob != -1 and not 0 < reserved < smallest:
         raise ExportError(
             f"table {table}: {reserved} reserved slots in a bucket of {smallest} rows; opt-in needs some of each"

@@ -68,7 +68,7 @@ def look_up(
         hits_N = (ids_N >= 0) & (ids_N < table.rows)
         rows_N = torch.where(hits_N, ids_N, NO_ROW)
     else:
-        rows_N, hits_N = _remap(table.map, ids_N)
+        rows_N, hits_N = remap_ids(table.map, ids_N)
         if unknown is Unknown.ZERO:
             rows_N = torch.where(hits_N, rows_N, NO_ROW)
     parts = [table.numbers.gather(rows_N, columns=span) for span in columns]
@@ -76,7 +76,11 @@ def look_up(
     return Answer(embeddings_ND=rows_ND, row_ids_N=rows_N, hits_N=hits_N)
 
 
-def _remap(source: MapSource, ids_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def remap_ids(source: MapSource, ids_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row of each id INT64 [N] in the whole table's numbering, INT64 [N], and whether the map holds it, BOOL [N].
+
+    An id that belongs to a piece that is not here has row −1 and no hit.
+    """
     buckets_N = training_buckets(source, ids_N)
     edges = torch.tensor(source.training.row_edges)
     rows_N, hits_N = torch.full_like(ids_N, NO_ROW), torch.zeros_like(ids_N, dtype=torch.bool)

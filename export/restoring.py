@@ -14,7 +14,15 @@ from torchrec.modules.mc_modules import MCHManagedCollisionModule
 
 from export.checkpoint import State, find_name, open_state, read_whole
 from export.errors import ExportError
-from export.maps import buckets_of, check_bucket_count, check_served, piece_of, read_map, segments_of
+from export.maps import (
+    buckets_of,
+    check_bucket_count,
+    check_served,
+    piece_of,
+    read_map,
+    segments_of,
+    warn_of_unsaid_buckets,
+)
 from export.reading import check_config, check_embedding_names, split_module
 from export.rows import TableRows, piece_at
 from export.source import CollectionSource, MapSource, TableSource
@@ -102,7 +110,9 @@ def _restore_mpzch(state: State, config: Any, collision: Any) -> MapSource:
     prefix = f"_managed_collision_modules.{config.name}."
     name = _require(state, prefix + "_hash_zch_identities", (rows, 1))
     saved = find_name(state, prefix + "_hash_zch_bucket")
-    if saved is not None:
+    if saved is None:
+        warn_of_unsaid_buckets(config.name, collision)
+    else:
         check_bucket_count(config.name, int(read_whole(state, saved)), collision)
     identities = read_whole(state, name)
     edges = collision._output_segments

@@ -54,7 +54,8 @@ class MapSource:
     ids_K: torch.Tensor
     """INT64, after the input hash, sentinels left out; each piece's are ascending (MCH) or in row order (MPZCH)."""
     rows_K: torch.Tensor
-    """INT64: the row of each id, in the whole table's numbering."""
+    """INT64: the row of each id, in the whole table's numbering. An id that MPZCH training put into several slots is here
+    once for each; the one that is probed first answers."""
     input_hash: InputHash | None
     mpzch: Mpzch | None = None
     identities_R: torch.Tensor | None = None

@@ -202,17 +202,14 @@ def hash_zch_module(
     )
 
 
-def fill_identities(module: HashZchManagedCollisionModule, ids: Iterable[int]) -> dict[int, int]:
-    """Put ids where training would: the first free slot of at most ``max_probe`` from where the id hashes to.
+def probed_rows(module: HashZchManagedCollisionModule, ids: Iterable[int]) -> dict[int, list[int]]:
+    """The rows that are probed for each id but −1, in order.
 
     The CPU kernel only reads, but on an empty table it says where an id hashes to.
-
-    Returns:
-        The row of each id that found a slot; the others stay unknown, as the ones that training crowds out do.
     """
     ids_N = torch.tensor(sorted(set(ids) - {-1}), dtype=torch.int64)
     _, sizes_N, offsets_N = module.input_mapper(ids_N)
-    reserved = max(module.get_reserved_slots_per_bucket(), 0)
+    sizes_N = sizes_N - max(module.get_reserved_slots_per_bucket(), 0)
     homes_N, _ = torch.ops.fbgemm.zero_collision_hash(
         input=ids_N,
         identities=torch.full_like(module._hash_zch_identities, -1),
@@ -220,15 +217,26 @@ def fill_identities(module: HashZchManagedCollisionModule, ids: Iterable[int]) -
         circular_probe=True,
         exp_hours=-1,
         readonly=True,
-        local_sizes=sizes_N - reserved,
+        local_sizes=sizes_N,
         offsets=offsets_N,
     )
+    return {
+        id_: [offset + (home - offset + step) % size for step in range(min(module.max_probe, size))]
+        for id_, home, size, offset in zip(
+            ids_N.tolist(), homes_N.tolist(), sizes_N.tolist(), offsets_N.tolist(), strict=True
+        )
+    }
+
+
+def fill_identities(module: HashZchManagedCollisionModule, ids: Iterable[int]) -> dict[int, int]:
+    """Put ids where training would: the first free slot of at most ``max_probe`` from where the id hashes to.
+
+    Returns:
+        The row of each id that found a slot; the others stay unknown, as the ones that training crowds out do.
+    """
     slots: dict[int, int] = {}
     rows: dict[int, int] = {}
-    for id_, home, size, offset in zip(
-        ids_N.tolist(), homes_N.tolist(), (sizes_N - reserved).tolist(), offsets_N.tolist(), strict=True
-    ):
-        probed = (offset + (home - offset + step) % size for step in range(min(module.max_probe, size)))
+    for id_, probed in probed_rows(module, ids).items():
         row = next((row for row in probed if row not in slots), None)
         if row is not None:
             slots[row], rows[id_] = id_, row

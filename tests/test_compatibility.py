@@ -24,6 +24,7 @@ from export.sharded import _check_sharding
 from export.source import MapPiece
 from tests.modules import (
     configs,
+    hash_zch_collection,
     hash_zch_module,
     managed_collection,
     plain_collection,
@@ -112,6 +113,12 @@ def with_other_buckets():
     return managed_by(collision)
 
 
+def without_its_bucket_count(out):
+    state = hash_zch_collection({"user": 64}, buckets=4).state_dict()
+    said = {name: value for name, value in state.items() if not name.endswith("_hash_zch_bucket")}
+    export(hash_zch_collection({"user": 64}, buckets=2), out, checkpoint=said)
+
+
 def dispatched():
     collision = hash_zch_module(8)
     collision.input_mapper._inference_dispatch_div_train_world_size = True
@@ -177,6 +184,7 @@ REFUSALS = {
         untrained_collection({"user": 4}, input_hash=lambda ids, _: torch.argsort(ids)), out
     ),
     "MPZCH state of another bucket count": lambda out: export(with_other_buckets(), out),
+    "MPZCH state of other options, where it does not say so": without_its_bucket_count,
     "MPZCH opt-in without reserved slots": lambda out: export(
         managed_by(hash_zch_module(8, buckets=8, fallback="reserved")), out
     ),

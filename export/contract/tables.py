@@ -53,7 +53,7 @@ class Zch(Strict):
     size: Count
     """Rows the map can give out, the default row included (``zch_size``)."""
     occupied: Count
-    """Ids in the map that are served: sentinels left out."""
+    """Ids in the map that are served: sentinels left out. MPZCH: slots that hold one."""
     open_slots: Count
     """The module's own ``open_slots()``."""
 

@@ -10,8 +10,16 @@ from export import export_collection, verify_version
 from export.checkpoint import Checkpoint, find_name, open_state, read_whole
 from export.contract import INT64_MAX, versions
 from export.errors import ExportError
+from export.restoring import restore_collection
 from tests.export.reader import expected, served
-from tests.modules import hash_zch_collection, managed_collection, map_of, plain_collection, untrained_collection
+from tests.modules import (
+    FALLBACKS,
+    hash_zch_collection,
+    managed_collection,
+    map_of,
+    plain_collection,
+    untrained_collection,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
 
@@ -103,6 +111,41 @@ def test_a_map_of_another_bucket_count_is_refused(tmp_path):
     assert name is not None
     state[name] = state[name] + 1
     refuse(state, tmp_path, r"table user: its state was saved with \d+ buckets, the module has", module)
+
+
+def without_bucket_count(module):
+    """State as ``persist_hash_zch_bucket=False`` leaves it."""
+    return {name: value for name, value in module.state_dict().items() if not name.endswith("_hash_zch_bucket")}
+
+
+@pytest.mark.parametrize("fallback", sorted(FALLBACKS))
+@pytest.mark.parametrize("input_hash_size", [0, 1000])
+@pytest.mark.parametrize(("trained", "built"), [(4, 2), (2, 4), (4, 1)])
+def test_a_map_of_another_bucket_count_is_refused_by_its_ids_where_the_state_does_not_say(
+    tmp_path, trained, built, input_hash_size, fallback
+):
+    options = {"fallback": fallback, "input_hash_size": input_hash_size}
+    state = without_bucket_count(hash_zch_collection({"user": 64}, buckets=trained, **options))
+    message = rf"table user: \d+ of \d+ ids are not found where they lie by a module of {built} buckets and max_probe 4"
+    refuse(state, tmp_path, message, hash_zch_collection({"user": 64}, buckets=built, **options))
+
+
+def test_a_map_without_its_bucket_count_is_served_by_a_module_of_its_training(tmp_path, caplog):
+    module = hash_zch_collection({"user": 64}, buckets=4)
+    build = hash_zch_collection({"user": 64}, buckets=4, seed=3)
+    known = map_of(module, "user")
+    manifest = export_collection(build, tmp_path, name="c", num_shards=2, checkpoint=without_bucket_count(module))
+    answers = served(tmp_path, manifest, {"user": list(known)})["user"]
+    assert [(row, hit) for _, row, hit in answers] == [(row, True) for row in known.values()]
+    assert "bucket count" not in caplog.text
+
+
+def test_where_ids_cannot_tell_the_bucket_count_a_warning_says_so(caplog):
+    module = hash_zch_collection({"user": 64}, buckets=4, max_probe=16)
+    restore_collection(module, module.state_dict())
+    assert "bucket count" not in caplog.text
+    restore_collection(module, without_bucket_count(module))
+    assert "table user: its state does not say its bucket count, and max_probe 16 reaches" in caplog.text
 
 
 def test_a_name_is_found_behind_any_path_of_modules_but_not_inside_another_word():

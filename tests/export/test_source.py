@@ -1,5 +1,7 @@
 """What the exporter reads off a module, and what it refuses, naming the table."""
 
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -12,15 +14,20 @@ from torchrec.modules.mc_embedding_modules import (
 )
 from torchrec.modules.mc_modules import LFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
 
+from export import export_collection, maps
 from export.errors import ExportError
 from export.options import Evicted
 from export.reading import read_collection
+from tests.export.reader import served
 from tests.modules import (
+    FALLBACKS,
     configs,
+    fill_identities,
     hash_zch_collection,
     managed_collection,
     map_of,
     plain_collection,
+    probed_rows,
     untrained_collection,
 )
 
@@ -70,6 +77,53 @@ def test_an_mpzch_table_is_described_with_its_buckets_and_its_misses(fallback, d
 def test_mpzch_without_an_input_hash_size_takes_the_floor_modulo():
     (table,) = read_collection(hash_zch_collection({"user": 24}, buckets=2)).tables
     assert table.map.training.floor_modulo
+
+
+def crowd(module, seed):
+    """Ids in any of the slots that are probed for them, one on top of another, as evictions by many threads leave them."""
+    draw = random.Random(seed)
+    top = module.input_size() or 2**62
+    probed = probed_rows(module, [draw.randrange(top) for _ in range(2 * module.output_size())])
+    slots = {}
+    for id_, rows in draw.choices(list(probed.items()), k=4 * module.output_size()):
+        slots[draw.choice(rows)] = id_
+    with torch.no_grad():
+        module._hash_zch_identities.fill_(-1)
+        for row, id_ in slots.items():
+            module._hash_zch_identities[row] = id_
+    return {id_: next(row for row in probed[id_] if slots.get(row) == id_) for id_ in slots.values()}
+
+
+@pytest.mark.parametrize("fallback", FALLBACKS)
+@pytest.mark.parametrize(("buckets", "input_hash_size"), [(1, 0), (3, 0), (4, 1000)])
+def test_an_id_in_several_slots_answers_as_the_one_that_is_probed_first(tmp_path, fallback, buckets, input_hash_size):
+    module = hash_zch_collection({"user": 48}, buckets=buckets, fallback=fallback, input_hash_size=input_hash_size)
+    rows = crowd(collision_of(module), seed=buckets)
+    manifest = export_collection(module, tmp_path, name="c", num_shards=2)
+    answers = served(tmp_path, manifest, {"user": list(rows)})["user"]
+    assert [(row, hit) for _, row, hit in answers] == [(row, True) for row in rows.values()]
+    taken = int((collision_of(module)._hash_zch_identities != -1).sum())
+    assert manifest.tables[0].zch.occupied == taken > len(rows)
+
+
+@pytest.mark.parametrize(
+    ("option", "trained", "built"),
+    [("max_probe", 8, 2), ("input_hash_size", 1000, 3000), ("fallback", "slot", "reserved")],
+)
+def test_identities_that_a_module_of_other_options_does_not_find_are_refused(monkeypatch, option, trained, built):
+    monkeypatch.setattr(maps, "_IDS_AT_ONCE", 7)
+    options = {"buckets": 2, "input_hash_size": 1000}
+    module = hash_zch_collection({"user": 48}, **options | {option: built})
+    rows = fill_identities(
+        collision_of(hash_zch_collection({"user": 48}, **options | {option: trained})), range(0, 999, 9)
+    )
+    with torch.no_grad():
+        collision_of(module)._hash_zch_identities.fill_(-1)
+        for id_, row in rows.items():
+            collision_of(module)._hash_zch_identities[row] = id_
+    message = rf"table user: \d+ of {len(rows)} ids are not found where they lie by a module of 2 buckets and max_probe"
+    with pytest.raises(ExportError, match=message):
+        read_collection(module)
 
 
 @pytest.mark.parametrize("shape", [torch.zeros(24, 1, dtype=torch.int32), torch.zeros(24, 2, dtype=torch.int64)])
