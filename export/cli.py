@@ -37,9 +37,7 @@ CHECKPOINT_HELP = (
     "A torch.distributed.checkpoint directory, written by any number of ranks: where the numbers are. It is mapped, not "
     "loaded."
 )
-EVICTED_HELP = (
-    "When ids were evicted and evict() was not called: refuse, or serve the rows that it would name as zeros."
-)
+EVICTED_HELP = "When a live module's ids were evicted and evict() was not called: refuse, or serve the rows that it would name as zeros."
 
 
 def _check_name(name: str) -> str:

@@ -84,10 +84,11 @@ def export_collection(
             manifest states what each shard's numbers differ by at most.
         runtime: ``python`` (Triton's Python backend) or ``pytorch`` (``pytorch_libtorch``).
         device: Where every shard's state lies, ``cpu`` or ``cuda:N``; None: as the plan says, else the CPU.
-        evicted: What to do when ids were evicted and ``evict()`` was not called: ``refuse``, or ``reset``, which serves
-            the rows that it would name as zeros.
+        evicted: What to do when a live module's ids were evicted and ``evict()`` was not called: ``refuse``, or ``reset``,
+            which serves the rows that it would name as zeros.
         checkpoint: A ``torch.distributed.checkpoint`` directory, or a state dict, that holds the numbers; the module then
-            gives the configs only, and may be on the meta device. What W ranks trained is served as they answered.
+            gives the configs only, and may be on the meta device. What W ranks trained is served as they answered. It does
+            not say what was evicted: save it after ``evict()`` and the reset of the rows that it names.
         team: ``export.team.Ranks()`` when every rank of a process group calls this: each writes a share of the shards,
             into a repository on a file system that they share. None: this process does it all.
         on_progress: Told (step, done, of how many).
@@ -157,7 +158,7 @@ def export_sharded(
     team = Ranks()
     order = team.each(
         lambda: _order(
-            read_sharded(module, evicted=_choice(Evicted, "evicted", evicted), row_dtype=row_dtype),
+            _read_sharded(module, evicted, row_dtype),
             lambda source: read_sharding_plan(source, sharding_plan_of(module), device=device, shards=team.size),
             name=name,
             unknown=unknown,
@@ -172,8 +173,28 @@ def export_sharded(
 def _read(module: nn.Module, checkpoint: str | Path | Mapping[str, Any] | None, evicted: str) -> CollectionSource:
     rule = _choice(Evicted, "evicted", evicted)
     if checkpoint is None:
-        return read_collection(module, evicted=rule)
+        return _check_evicted(read_collection(module, evicted=rule), rule)
+    if rule is not Evicted.REFUSE:
+        raise ExportError(
+            f"evicted {str(rule)!r}: a checkpoint does not say which rows evict() would name; leave evicted out, and save "
+            "the checkpoint after those rows were reset"
+        )
     return restore_collection(module, checkpoint)
+
+
+def _read_sharded(module: nn.Module, evicted: str, row_dtype: str) -> CollectionSource:
+    rule = _choice(Evicted, "evicted", evicted)
+    return _check_evicted(read_sharded(module, evicted=rule, row_dtype=row_dtype), rule)
+
+
+def _check_evicted(source: CollectionSource, rule: Evicted) -> CollectionSource:
+    """The collection, unless its ids are never evicted, so that the option would do nothing."""
+    if not source.managed and rule is not Evicted.REFUSE:
+        raise ExportError(
+            f"evicted {str(rule)!r}: is for managed-collision tables; this module's ids are rows, which nothing evicts; "
+            "leave evicted out"
+        )
+    return source
 
 
 def _order(

@@ -180,6 +180,9 @@ REFUSALS = {
     "Outputs of one name": lambda out: export(plain_collection({"t": 4, "u": 4}, {"t": ["a@u", "a"], "u": ["a"]}), out),
     "Another managed collision module": lambda out: export(managed_by(OwnCollisions()), out),
     "Evictions that nobody consumed": lambda out: export(evicted(), out),
+    "`evicted='reset'` with a checkpoint": lambda out: export(
+        untrained_collection(), out, checkpoint=untrained_collection().state_dict(), evicted="reset"
+    ),
     "An `input_hash_func` that looks at several ids": lambda out: export(
         untrained_collection({"user": 4}, input_hash=lambda ids, _: torch.argsort(ids)), out
     ),

@@ -116,6 +116,7 @@ def main() -> None:
     collisions["user"]._evicted = False
     notes["int8"] = refusal(lambda: export_sharded(plain, repo, name="failed", row_dtype="int8"))
     notes["unsharded"] = refusal(lambda: export_sharded(plain_collection(), repo, name="failed"))
+    notes["plain"] = refusal(lambda: export_sharded(plain, repo, name="failed", evicted="reset"))
     notes["sharded"] = refusal(lambda: export_collection(plain, repo, name="failed"))
     (folder / f"notes{rank}.json").write_text(json.dumps(notes))
     if world > 1 and rank == world - 1:

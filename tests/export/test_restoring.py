@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Shard as ShardOf
 
-from export import export_collection
+from export import export_collection, verify_version
 from export.errors import ExportError
 from export.reading import read_collection
 from export.restoring import restore_collection
@@ -79,3 +79,24 @@ def test_rows_of_unconsumed_evictions_are_zeros_when_asked(tmp_path):
     answers = served(tmp_path, manifest, {"item": ids})["item"]
     assert sorted((row, numbers == bytes(16)) for numbers, row, _ in answers) == [(2, True), (5, True), (6, False)]
     assert bool(module._embedding_module.embeddings["item"].weight[[2, 5]].all())
+
+
+@pytest.mark.parametrize(
+    ("module", "checkpoint", "message"),
+    [
+        (
+            managed_collection,
+            True,
+            r"evicted 'reset': a checkpoint does not say which rows evict\(\) would name; leave evicted",
+        ),
+        (plain_collection, False, "evicted 'reset': is for managed-collision tables; this module's ids are rows"),
+    ],
+)
+def test_evicted_is_refused_where_it_would_do_nothing(tmp_path, module, checkpoint, message):
+    module = module()
+    options = {"evicted": "reset", "checkpoint": module.state_dict() if checkpoint else None}
+    with pytest.raises(ExportError, match=message):
+        export_collection(module, tmp_path, name="c", **options)
+    export_collection(module, tmp_path, name="c")
+    with pytest.raises(ExportError, match=message):
+        verify_version(tmp_path, "c", module, **options)

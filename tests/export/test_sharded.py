@@ -111,6 +111,7 @@ def test_a_rank_that_fails_leaves_no_version_behind_and_is_named_everywhere(expo
     assert all(note["evicted"].startswith(f"rank {world - 1}: ") for note in notes[:-1])
     assert all("int8 takes its scale from whole rows" in note["int8"] for note in notes)
     assert all("EmbeddingCollection is not sharded" in note["unsharded"] for note in notes)
+    assert all("evicted 'reset': is for managed-collision tables" in note["plain"] for note in notes)
     assert all("call export_sharded on every rank" in note["sharded"] for note in notes)
 
 
