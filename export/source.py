@@ -36,7 +36,7 @@ class MapPiece:
 
     @property
     def open_slots(self) -> int:
-        """The module's own ``open_slots()``, never below 0."""
+        """MCH: the module's own ``open_slots()``, never below 0. MPZCH's is a stub that answers 0."""
         return max(0, int(self.module.open_slots()))
 
 
@@ -63,13 +63,25 @@ class MapSource:
 
     @property
     def open_slots(self) -> int:
-        """Open slots of all pieces that are here."""
+        """Open slots of all pieces that are here; see ``export.contract.Zch``."""
+        if self.identities_R is not None:
+            return sum(self._empty_slots(piece.row_start, piece.row_stop) for piece in self.pieces)
         return sum(piece.open_slots for piece in self.pieces)
 
     def open_slots_in(self, rows: Placement) -> int:
-        """Open slots of the pieces that begin among the rows of a placement."""
+        """Open slots of the pieces that begin among the rows of a placement; MPZCH: of the placement's own rows."""
+        if self.identities_R is not None:
+            return self._empty_slots(rows.row_start, rows.row_stop)
         begun = [piece for piece in self.pieces if rows.row_start <= piece.row_start < rows.row_stop]
         return sum(piece.open_slots for piece in begun)
+
+    def _empty_slots(self, start: int, stop: int) -> int:
+        """Slots of whole buckets that hold no id, without the reserved ones, which never do."""
+        assert self.identities_R is not None
+        assert self.mpzch is not None
+        buckets = sum(start <= edge < stop for edge in self.training.row_edges[:-1])
+        reserved = max(self.mpzch.num_reserved_slots, 0) * buckets
+        return max(0, int((self.identities_R[start:stop] == -1).sum()) - reserved)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

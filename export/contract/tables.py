@@ -45,7 +45,7 @@ class Placement(Strict):
 
 
 class Zch(Strict):
-    """State of a managed-collision map at export, as the module itself counts it."""
+    """State of a managed-collision map at export."""
 
     policy: str
     """Name of the eviction policy: MCH's class, e.g. ``LFU_EvictionPolicy``; MPZCH's ``HashZchEvictionPolicyName``, or
@@ -55,7 +55,9 @@ class Zch(Strict):
     occupied: Count
     """Ids in the map that are served: sentinels left out. MPZCH: slots that hold one."""
     open_slots: Count
-    """The module's own ``open_slots()``."""
+    """Ids that the map can still take. MCH: the module's own ``open_slots()``, never below 0. MPZCH, whose own answers 0
+    always: slots that hold no id, without the reserved ones; an id takes only one that is probed for it, so a map may
+    turn ids away with some left."""
 
 
 class TrainingBuckets(Strict):

@@ -63,7 +63,8 @@ def test_an_mpzch_table_is_described_with_its_buckets_and_its_misses(fallback, d
     source = table.map
     assert dict(zip(source.ids_K.tolist(), source.rows_K.tolist(), strict=True)) == map_of(module, "user")
     assert source.identities_R.tolist() == collision_of(module)._hash_zch_identities[:, 0].tolist()
-    assert source.open_slots == int(collision_of(module).open_slots())
+    reserved_slots = 2 * max(reserved, 0)
+    assert source.open_slots == 24 - reserved_slots - len(map_of(module, "user")) > 0
     assert (source.training.row_edges, source.training.input_hash_size) == ((0, 12, 24), 1000)
     assert not source.training.floor_modulo
     assert source.policy == "SINGLE_TTL_EVICTION"
@@ -77,6 +78,19 @@ def test_an_mpzch_table_is_described_with_its_buckets_and_its_misses(fallback, d
 def test_mpzch_without_an_input_hash_size_takes_the_floor_modulo():
     (table,) = read_collection(hash_zch_collection({"user": 24}, buckets=2)).tables
     assert table.map.training.floor_modulo
+
+
+@pytest.mark.parametrize("fallback", ["slot", "reserved"])
+def test_open_slots_of_mpzch_are_those_of_each_shards_own_rows(tmp_path, fallback):
+    module = hash_zch_collection({"user": 48}, buckets=4, fallback=fallback)
+    manifest = export_collection(module, tmp_path, name="c", num_shards=3)
+    table = manifest.tables[0]
+    reserved = max(table.mpzch.num_reserved_slots, 0)
+    entries = [entry for shard in manifest.shards for entry in shard.tables]
+    buckets = [sum(piece.row_start <= edge < piece.row_stop for edge in (0, 12, 24, 36)) for piece in table.placements]
+    capacity = [(12 - reserved) * count for count in buckets]
+    assert [entry.zch_open_slots + entry.zch_rows for entry in entries] == capacity
+    assert sum(entry.zch_open_slots for entry in entries) == table.zch.open_slots > 0
 
 
 def crowd(module, seed):
