@@ -241,7 +241,7 @@ class _Metadata(pickle.Unpickler):
         raise ExportError(f"{METADATA_FILE}: names {module}.{name}, which no checkpoint of tensors needs: refused")
 
 
-def open_state(checkpoint: str | Path | Mapping[str, Any]) -> State:
+def open_state(checkpoint: object) -> State:
     """A checkpoint directory by its path, or a state dict.
 
     Raises:
@@ -249,7 +249,11 @@ def open_state(checkpoint: str | Path | Mapping[str, Any]) -> State:
     """
     if isinstance(checkpoint, Mapping):
         return cast("State", StateDict(checkpoint))
-    return cast("State", Checkpoint(Path(checkpoint)))
+    if isinstance(checkpoint, (str, Path)):
+        return cast("State", Checkpoint(Path(checkpoint)))
+    raise ExportError(
+        f"checkpoint {checkpoint!r}: use the path of a torch.distributed.checkpoint directory, or a state dict"
+    )
 
 
 def find_name(state: State, suffix: str) -> str | None:
@@ -270,11 +274,13 @@ def read_whole(state: State, name: str) -> torch.Tensor:
     """A whole tensor, copied.
 
     Raises:
-        ExportError: A part of it is not here.
+        ExportError: A part of it is not here, or its numbers are nowhere.
     """
     whole: torch.Tensor | None = None
     held = 0
     for chunk in state.chunks(name):
+        if chunk.numbers.is_meta:
+            raise ExportError(f"{state.place}: {name}: is on the meta device, without numbers; pass the trained state")
         if whole is None:
             whole = torch.empty(state.shape(name), dtype=chunk.numbers.dtype)
         spans = tuple(slice(a, a + size) for a, size in zip(chunk.offsets, chunk.numbers.shape, strict=True))

@@ -1,5 +1,6 @@
 """Owns the reading of an unsharded TorchRec module; must not change the module or write a file."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -129,31 +130,43 @@ def _read_map(table: str, collision: Any, *, rows: int) -> MapSource:
 
 
 def read_rows(config: Any, weight: Any, zeroed: torch.Tensor | None = None) -> TableRows:
-    """A table's rows from a parameter or a state dict's entry: a tensor, a ``ShardedTensor`` or a ``DTensor``.
+    """A table's rows from a parameter: a tensor, a ``ShardedTensor`` or a ``DTensor``.
 
     Raises:
-        ExportError: It is something else, of another shape, or not wholly in this process.
+        ExportError: See ``rows_of``.
     """
-    shape = (config.num_embeddings, config.embedding_dim)
-    if tuple(weight.shape) != shape:
-        raise ExportError(f"table {config.name}: its rows have shape {tuple(weight.shape)}, its config says {shape}")
-    pieces = [check_piece(config.name, piece_at(*shard)) for shard in local_shards(weight)]
-    held = sum(piece.numbers.numel() for piece in pieces)
-    if held != shape[0] * shape[1]:
+    pieces = [piece_at(*shard) for shard in local_shards(weight)]
+    return rows_of(config, f"table {config.name}", tuple(weight.shape), pieces, zeroed)
+
+
+def rows_of(
+    config: Any, place: str, shape: tuple[int, ...], pieces: Sequence[RowPiece], zeroed: torch.Tensor | None = None
+) -> TableRows:
+    """A table's rows from the pieces of a tensor of that shape; ``place`` is what a message calls it.
+
+    Raises:
+        ExportError: The shape is not the config's, a piece cannot be served, or they are not the whole table.
+    """
+    rows, dim = config.num_embeddings, config.embedding_dim
+    if shape != (rows, dim):
+        raise ExportError(f"{place}: its rows have shape {shape}, its config says {(rows, dim)}")
+    checked = [check_piece(place, piece) for piece in pieces]
+    held = sum(piece.numbers.numel() for piece in checked)
+    if held != rows * dim:
         raise ExportError(
-            f"table {config.name}: {held} of its {shape[0] * shape[1]} numbers are in this process; call export_sharded on "
-            "every rank, or export a checkpoint"
+            f"{place}: {held} of its {rows * dim} numbers are in this process; call export_sharded on every rank, or "
+            "pass a checkpoint with all of them"
         )
-    return TableRows(table=config.name, rows=shape[0], dim=shape[1], pieces=pieces, zeroed=zeroed)
+    return TableRows(table=config.name, rows=rows, dim=dim, pieces=checked, zeroed=zeroed)
 
 
-def check_piece(table: str, piece: RowPiece) -> RowPiece:
+def check_piece(place: str, piece: RowPiece) -> RowPiece:
     """The piece, if its numbers can be served; else raises ExportError."""
     if piece.numbers.is_meta:
-        raise ExportError(f"table {table}: its rows are on the meta device; pass the checkpoint they are in")
+        raise ExportError(f"{place}: its rows are on the meta device; pass the checkpoint they are in")
     if not piece.numbers.is_floating_point() or type(piece.numbers) not in (torch.Tensor, nn.Parameter):
         raise ExportError(
-            f"table {table}: its rows are a {type(piece.numbers).__name__} of {piece.numbers.dtype}; "
+            f"{place}: its rows are a {type(piece.numbers).__name__} of {piece.numbers.dtype}; "
             "only floating point rows are served, quantise with row_dtype"
         )
     return piece

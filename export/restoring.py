@@ -23,7 +23,7 @@ from export.maps import (
     segments_of,
     warn_of_unsaid_buckets,
 )
-from export.reading import check_config, check_embedding_names, split_module
+from export.reading import check_config, check_embedding_names, rows_of, split_module
 from export.rows import TableRows, piece_at
 from export.source import CollectionSource, MapSource, TableSource
 
@@ -65,17 +65,9 @@ def restore_collection(module: nn.Module, checkpoint: str | Path | Mapping[str, 
 
 
 def _read_rows(state: State, config: Any) -> TableRows:
-    shape = (config.num_embeddings, config.embedding_dim)
-    name = _require(state, f"embeddings.{config.name}.weight", shape)
-    pieces = []
-    for chunk in state.chunks(name):
-        if not chunk.numbers.is_floating_point():
-            raise ExportError(f"{state.place}: {name}: rows of {chunk.numbers.dtype}; only floating point is served")
-        pieces.append(piece_at(chunk.offsets, chunk.numbers, release=chunk.release))
-    held = sum(piece.numbers.numel() for piece in pieces)
-    if held != shape[0] * shape[1]:
-        raise ExportError(f"{state.place}: {name}: {held} of {shape[0] * shape[1]} numbers are here; pass all of it")
-    return TableRows(table=config.name, rows=shape[0], dim=shape[1], pieces=pieces)
+    name = _require(state, f"embeddings.{config.name}.weight", (config.num_embeddings, config.embedding_dim))
+    pieces = [piece_at(chunk.offsets, chunk.numbers, release=chunk.release) for chunk in state.chunks(name)]
+    return rows_of(config, f"{state.place}: {name}", state.shape(name), pieces)
 
 
 def _restore_map(state: State, config: Any, collision: nn.Module) -> MapSource:

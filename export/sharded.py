@@ -47,7 +47,7 @@ def read_sharded(
             check_served(config.name, collision)
         zeroed = None if collision is None else unconsumed_rows(config.name, [collision], evicted)
         shards = local_shards(state[f"embeddings.{config.name}.weight"])
-        pieces = [check_piece(config.name, piece_at(*shard)) for shard in shards if shard[1].numel()]
+        pieces = [check_piece(f"table {config.name}", piece_at(*shard)) for shard in shards if shard[1].numel()]
         tables.append(
             TableSource(
                 name=config.name,

@@ -70,7 +70,43 @@ def test_what_is_not_there_is_named(tmp_path):
     )
     two = {"a.embeddings.user.weight": torch.zeros(10, 4), "b.embeddings.user.weight": torch.zeros(10, 4)}
     refuse(two, tmp_path, r"\['a\.embeddings\.user\.weight', 'b\.embeddings\.user\.weight'\] all end in")
-    refuse({"embeddings.user.weight": torch.zeros(10, 4, dtype=torch.int8)}, tmp_path, "only floating point is served")
+    whole = {"embeddings.user.weight": torch.zeros(10, 4, dtype=torch.int8)}
+    refuse(
+        whole, tmp_path, r"state dict: embeddings\.user\.weight: its rows are a Tensor of torch\.int8; only floating"
+    )
+
+
+@pytest.mark.parametrize(
+    ("on_meta", "message"),
+    [
+        ("user.weight", r"embeddings\.user\.weight: its rows are on the meta device; pass the checkpoint they are in"),
+        (
+            "user._mch_sorted_raw_ids",
+            r"user\._mch_sorted_raw_ids: is on the meta device, without numbers; pass the trained",
+        ),
+    ],
+)
+def test_a_state_dict_on_the_meta_device_is_refused(tmp_path, on_meta, message):
+    module = managed_collection()
+    state = module.state_dict()
+    (name,) = [name for name in state if name.endswith(on_meta)]
+    state[name] = state[name].to("meta")
+    refuse(state, tmp_path, message, module)
+
+
+def test_rows_of_a_tensor_subclass_are_refused_in_a_state_dict_as_in_a_module(tmp_path):
+    class Odd(torch.Tensor):
+        pass
+
+    state = {name: value.as_subclass(Odd) for name, value in plain_collection().state_dict().items()}
+    refuse(state, tmp_path, r"state dict: embeddings\.user\.weight: its rows are a Odd of torch\.float32")
+
+
+@pytest.mark.parametrize("checkpoint", [7, [1], b"ck"])
+def test_what_is_no_checkpoint_is_refused(tmp_path, checkpoint):
+    refuse(
+        checkpoint, tmp_path, r"checkpoint .*: use the path of a torch\.distributed\.checkpoint directory, or a state"
+    )
 
 
 def test_a_file_that_is_cut_off_or_missing_is_named(tmp_path):
