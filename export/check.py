@@ -75,11 +75,13 @@ def _num_swept(table: TableSource) -> int:
 
 
 def _check_tables(manifest: Manifest, source: CollectionSource, *, whole: bool) -> None:
-    """The version must be of this module's tables, with just this module's ids in its maps."""
+    """The version must be of this module's tables and options, with just this module's ids in its maps."""
     served = [table.name for table in manifest.tables]
     names = [table.name for table in source.tables]
     if served != names:
         raise ExportError(f"the version holds tables {served}, the module has {names}")
+    if manifest.need_indices != source.need_indices:
+        raise ExportError(f"the version has need_indices {manifest.need_indices}, the module {source.need_indices}")
     for table, entry in zip(source.tables, manifest.tables, strict=True):
         ids = 0 if table.map is None else int(table.map.ids_K.shape[0])
         held = sum(piece.zch_rows for shard in manifest.shards for piece in shard.tables if piece.table == table.name)

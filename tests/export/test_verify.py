@@ -6,6 +6,7 @@ import struct
 import pytest
 import torch
 from safetensors.torch import load_file
+from torchrec.modules.embedding_modules import EmbeddingCollection
 
 import export.assembly
 from export import export_collection, verify_version
@@ -14,7 +15,7 @@ from export.errors import ExportError
 from export.programs import ProgramKind, RemapKind, ShardModule
 from export.trace import ShardProgram, _export, _quiet, _script, save_exported, trace_input_hash, trace_shard
 from tests.export.forging import forge, forge_state
-from tests.modules import managed_collection, map_of, modulo_hash, plain_collection, train
+from tests.modules import configs, managed_collection, map_of, modulo_hash, plain_collection, train
 
 
 @pytest.fixture
@@ -39,6 +40,18 @@ def test_an_older_version_can_be_verified(tmp_path, published):
     assert verify_version(tmp_path, "c", module).version == 2
     with pytest.raises(ExportError, match=r"differs from the module|ids in the map"):
         verify_version(tmp_path, "c", module, 1)
+
+
+@pytest.mark.parametrize("made_with", [False, True])
+def test_a_version_that_answers_indices_where_the_module_does_not_is_caught(tmp_path, made_with):
+    module, other = (
+        EmbeddingCollection(tables=configs({"user": 5}), need_indices=need) for need in (made_with, not made_with)
+    )
+    other.load_state_dict(module.state_dict())
+    export_collection(module, tmp_path, name="c")
+    message = f"the version has need_indices {made_with}, the module {not made_with}"
+    with pytest.raises(ExportError, match=message):
+        verify_version(tmp_path, "c", other)
 
 
 @pytest.mark.parametrize(
