@@ -162,7 +162,10 @@ class Checkpoint:
         if relative not in self._files:
             path = self._directory / relative
             if self._directory.resolve() not in path.resolve().parents:
-                raise ExportError(f"{self.place}: {METADATA_FILE} names the file {relative!r}, outside of it")
+                raise ExportError(
+                    f"{self.place}: the file {relative!r}, which {METADATA_FILE} names, lies outside of it at "
+                    f"{path.resolve()}; copy the checkpoint with its links followed"
+                )
             try:
                 self._files[relative] = MappedFile(path)
             except (OSError, ValueError) as exc:

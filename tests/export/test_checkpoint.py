@@ -137,7 +137,10 @@ def test_a_file_outside_of_the_checkpoint_is_refused(tmp_path):
     outside = tmp_path / "outside"
     file.rename(outside)
     file.symlink_to(outside)
-    refuse(checkpoint, tmp_path, "outside of it")
+    message = (
+        rf"ck: the file '{file.name}', which \.metadata names, lies outside of it at {outside}; copy the checkpoint"
+    )
+    refuse(checkpoint, tmp_path, message)
 
 
 def test_a_map_of_another_bucket_count_is_refused(tmp_path):
