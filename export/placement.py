@@ -10,6 +10,7 @@ from pathlib import Path
 
 from export.contract import ROUTINGS, Placement, Remap, Routing, even_row_ranges
 from export.errors import ExportError
+from export.options import check_number
 from export.plans import DEVICE, Pieces, Plan, TablePlan, read_plan
 from export.sharding_plan import read_sharding_plan
 from export.source import CollectionSource, TableSource
@@ -34,8 +35,8 @@ def choose_plan(
     if device is not None and not re.fullmatch(DEVICE, device):
         raise ExportError(f"device {device!r}: use cpu or cuda:N")
     if plan is None:
-        if num_shards is not None and num_shards < 1:
-            raise ExportError(f"num_shards {num_shards}: use a number from 1 on")
+        if num_shards is not None:
+            check_number("num_shards", num_shards)
         cut = Plan(shards=1 if num_shards is None else num_shards)
     elif num_shards is not None:
         raise ExportError("num_shards and plan were both given; the plan says how many shards there are")

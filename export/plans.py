@@ -32,7 +32,7 @@ from pydantic import (
 )
 
 from export.contract import Routing
-from export.contract.terms import Count, Strict
+from export.contract.terms import Strict
 from export.errors import ExportError
 
 Pieces = tuple[tuple[int, int], ...]
@@ -70,6 +70,10 @@ Cut = Annotated[tuple[int, ...] | Pieces, BeforeValidator(_check_cut)]
 
 DEVICE = r"^(cpu|cuda:[0-9]+)$"
 Device = Annotated[str, Field(pattern=DEVICE)]
+
+
+Count = Annotated[int, Field(ge=0, strict=True)]
+"""A number, not what could be read as one: YAML's ``true`` is no shard."""
 
 
 class TablePlan(Strict):
@@ -116,7 +120,7 @@ class Plan(Strict):
 
     model_config = ConfigDict(strict=False)
 
-    shards: Annotated[int, Field(ge=1)]
+    shards: Annotated[int, Field(ge=1, strict=True)]
     devices: tuple[Device, ...] = ()
     """Where each shard's state lies: ``cpu`` or ``cuda:N``, one for each shard, or one for all. None: the CPU."""
     tables: dict[str, TablePlan] = Field(default_factory=dict)
@@ -173,4 +177,6 @@ def _fault(error: Mapping[str, Any]) -> str:
     field = ".".join(map(str, error["loc"])) or "plan"
     if field.startswith("devices.") and error["type"] == "string_pattern_mismatch":
         return f"{field}: {error['input']!r}: use cpu or cuda:N"
+    if error["type"] == "int_type":
+        return f"{field}: {error['input']!r}: use a whole number"
     return f"{field}: {error['msg'].removeprefix('Value error, ')}"

@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from export.contract import INT64_MAX, Manifest, StateFile, version_dir
+from export.contract import Manifest, StateFile, version_dir
 from export.contract.layout import CONFIG_FILE, MANIFEST_FILE, shard_dir
 from export.errors import ExportError
+from export.options import check_number
 
 _LOCK_FILE = ".lock"
 _STAGING = ".staging-"
@@ -49,8 +50,7 @@ def choose_version(repo: Path, collection: str, version: int | None) -> int:
     taken = [int(path.name) for path in (repo / collection).iterdir() if path.name.isdecimal()]
     if version is None:
         return max(taken, default=0) + 1
-    if not 1 <= version <= INT64_MAX:
-        raise ExportError(f"version {version}: use a number from 1 to {INT64_MAX}")
+    check_number("version", version)
     if version in taken:
         raise ExportError(
             f"version {version} of {collection!r} exists and versions are immutable; "

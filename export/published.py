@@ -6,6 +6,7 @@ from pathlib import Path
 
 from export.contract import Manifest, RepositoryError, Runtime, read_manifest, shard_dir, version_dir, versions
 from export.errors import ExportError
+from export.options import check_number
 from export.progress import Progress
 
 _BLOCK_BYTES = 8 << 20
@@ -17,6 +18,8 @@ def find_version(repo: Path, collection: str, version: int | None) -> Manifest:
     Raises:
         ExportError: There is no such collection or version, or its manifest cannot be read.
     """
+    if version is not None:
+        check_number("version", version)
     published = versions(repo, collection)
     if not published:
         raise ExportError(f"{repo}: holds no version of a collection {collection!r}")

@@ -165,7 +165,10 @@ def test_a_device_overrides_the_plans_own():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_shards": 0}, "num_shards 0: use a number from 1 on"),
+        ({"num_shards": 0}, "num_shards 0: use a whole number from 1 to "),
+        ({"num_shards": "2"}, "num_shards '2': use a whole number"),
+        ({"num_shards": 2.0}, r"num_shards 2\.0: use a whole number"),
+        ({"num_shards": True}, "num_shards True: use a whole number"),
         ({"num_shards": 2, "plan": Plan(shards=2)}, "num_shards and plan were both given"),
         ({"plan": 3}, "plan: int is not read; give the path of a plan.yaml or an EmbeddingModuleShardingPlan"),
         ({"num_shards": 2, "device": "gpu"}, "device 'gpu': use cpu or cuda:N"),

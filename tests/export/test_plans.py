@@ -60,6 +60,10 @@ SIZES = r"write a size for each shard, \[4, 3, 3\], or \[shard, size\] in order"
     ("text", "message"),
     [
         ("shards: 0", "shards: .*greater than or equal to 1"),
+        ("shards: true", "shards: True: use a whole number"),
+        ("shards: '2'", "shards: '2': use a whole number"),
+        ("shards: 2.0", r"shards: 2\.0: use a whole number"),
+        ("shards: 2\ntables: {user: {shard: true}}", "tables.user.shard: True: use a whole number"),
         ("tables: {}", "shards: Field required"),
         ("[1, 2]", "plan: .*"),
         ("shards: [", "not YAML"),

@@ -28,6 +28,7 @@ def test_the_newest_version_is_found_unless_another_is_asked_for(repo):
     [
         ("clicks", None, "holds no version of a collection 'clicks'"),
         ("ids", 3, rf"ids/3/{MANIFEST_FILE}: No such file or directory; published versions: \[1, 2\]"),
+        ("ids", "1", "version '1': use a whole number"),
     ],
 )
 def test_a_version_that_is_not_there_is_refused(repo, collection, version, message):
