@@ -85,8 +85,10 @@ def _restore_mch(state: State, config: Any, collision: Any) -> MapSource:
     mapping = read_whole(state, _require(state, prefix + "_mch_remapped_ids_mapping", (rows,)))
     segments = find_name(state, prefix + "_output_segments_tensor")
     edges = [0, rows] if segments is None else segments_of(read_whole(state, segments))
-    if edges[:1] != [0] or edges[-1] != rows:
-        raise ExportError(f"{state.place}: table {config.name}: segments {edges} are not those of {rows} rows")
+    if edges[:1] != [0] or edges[-1] != rows or any(start >= stop for start, stop in itertools.pairwise(edges)):
+        raise ExportError(
+            f"{state.place}: table {config.name}: segments {edges} do not rise from 0 to its {rows} rows; save it again"
+        )
     pieces = []
     for start, stop in itertools.pairwise(edges):
         piece = collision.rebuild_with_output_id_range((start, stop), edges, device=torch.device("cpu"))

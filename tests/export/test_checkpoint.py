@@ -152,6 +152,19 @@ def test_a_map_of_another_bucket_count_is_refused(tmp_path):
     refuse(state, tmp_path, r"table user: its state was saved with \d+ buckets, the module has", module)
 
 
+@pytest.mark.parametrize("edges", [[], [0, 11], [1, 12], [0, 5, 5, 12], [0, 9, 3, 12]])
+def test_segments_that_are_not_those_of_a_map_are_refused(tmp_path, edges):
+    state = managed_collection().state_dict()
+    (name,) = [key for key in state if key.endswith("user._output_segments_tensor")]
+    state[name] = torch.tensor([*edges, -1, -1])
+    refuse(
+        state,
+        tmp_path,
+        r"state dict: table user: segments \[.*\] do not rise from 0 to its 12 rows",
+        managed_collection(),
+    )
+
+
 def without_bucket_count(module):
     """State as ``persist_hash_zch_bucket=False`` leaves it."""
     return {name: value for name, value in module.state_dict().items() if not name.endswith("_hash_zch_bucket")}
