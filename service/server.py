@@ -34,6 +34,10 @@ START_S = 120.0
 START_S_PER_MODEL = 20.0
 """Time that a Triton has to come up: a model takes about 3 s of a core, on a machine that may be busy."""
 
+OWED_DIVISOR = 4
+"""Calls that nobody waits for may hold this part of ``max_inflight_bytes``, beside it. Every shard has an equal share, so
+that a hung one takes nothing from the others."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
@@ -116,7 +120,14 @@ async def start(repo: Path, settings: Settings, *, shards: Sequence[str] | None 
             metrics = Metrics(CollectorRegistry())
             plane = DataPlane(settings, metrics)
             triton = None if shards else await _start_triton(stack, repo, served, broken)
-            connect = _Connector(stack, settings, metrics, broken, repair=triton.repair if triton else None)
+            connect = _Connector(
+                stack,
+                settings,
+                metrics,
+                broken,
+                repair=triton.repair if triton else None,
+                num_clients=sum(version.num_shards for version in served),
+            )
             addresses = shards or [triton.grpc_address if triton else ""]
             for version in served:
                 plane.serve(await connect(version, addresses))
@@ -174,8 +185,10 @@ class _Connector:
         broken: asyncio.Event,
         *,
         repair: Repair | None,
+        num_clients: int,
     ) -> None:
         self._stack, self._settings, self._metrics, self._broken = stack, settings, metrics, broken
+        self._max_owed_bytes = settings.max_inflight_bytes // OWED_DIVISOR // num_clients
         self._repair = repair
         self._executor = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="tensor")
         stack.callback(self._executor.shutdown, wait=True, cancel_futures=True)
@@ -209,7 +222,7 @@ class _Connector:
         return Served(version=version, health=tuple(shard.health for shard in shards), batcher=batcher)
 
     def _shard(self, version: ServedVersion, index: int, address: str) -> Shard:
-        client = GrpcShardClient(address)
+        client = GrpcShardClient(address, max_owed_bytes=self._max_owed_bytes)
         self._stack.push_async_callback(client.close)
         health = ShardHealth(
             version,

@@ -33,7 +33,8 @@ class Settings(BaseSettings):
     """Requests let in at a time, those whose bodies are still coming included: slow senders take only such a place."""
     max_inflight_bytes: Annotated[int, Field(gt=0)] = 1024 * MIB
     """Bytes that requests admitted at a time may hold: bodies, predicted replies and what answering takes in between. A
-    request over what is left gets ``overloaded``; one alone is let in whatever it takes."""
+    request over what is left gets ``overloaded``; one alone is let in whatever it takes. Calls to shards that nobody waits
+    for any more may hold a quarter as much beside it, each shard its share."""
     default_timeout_s: Annotated[float, Field(gt=0)] = 5.0
     """Deadline of a request that names none."""
     max_timeout_s: Annotated[float, Field(gt=0)] = 60.0

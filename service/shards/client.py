@@ -5,6 +5,7 @@ every tensor twice and hides cancellation.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -29,6 +30,8 @@ CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 
+_INFER = "/inference.GRPCInferenceService/ModelInfer"
+
 _DEAD_STUB = "Stub process"
 """What Triton 2.51 says of a Python backend process that died; it never restarts one by itself."""
 
@@ -48,8 +51,11 @@ _DTYPES = {"embeddings": ("FP32", np.float32), "row_ids": ("INT64", np.int64), "
 MAX_OWED = 256
 """Calls to one shard that may be on their way without anybody waiting for them; a shard that owes more is not asked."""
 
+MAX_OWED_BYTES = 256 << 20
+"""What such calls to one shard may take, where nobody says otherwise."""
+
 OFFLOAD_BYTES = 1 << 18
-"""Messages over this size are built and read in a thread."""
+"""Messages over this size are built and read in a thread, and let go of as soon as they are sent."""
 
 T = TypeVar("T")
 
@@ -71,6 +77,12 @@ class ShardRequest:
     """Rows of the reply: an id has as many as its table's numbers here take."""
     want_row_ids: bool = False
     want_hits: bool = False
+
+    @property
+    def wire_bytes(self) -> int:
+        """What a call takes on the wire: the request and the reply that it predicts, but for names and shapes."""
+        per_id = self.ids_N.itemsize + 8 * self.want_row_ids + self.want_hits
+        return self.table_lengths_T.nbytes + self.ids_N.size * per_id + self.num_rows * self.width * 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,22 +139,31 @@ class GrpcShardClient:
 
     Args:
         address: ``HOST:PORT`` of Triton's gRPC service.
+        max_owed_bytes: Most ``ShardRequest.wire_bytes`` of calls that are on their way without anybody waiting for them.
+            One call over it is made when nothing is owed: otherwise it could never be.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, max_owed_bytes: int = MAX_OWED_BYTES) -> None:
         self.address = address
+        self._max_owed_bytes = max_owed_bytes
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         # Bytes in, bytes out: grpc.aio would build and parse messages on the event loop, half a second for 128 MB.
-        self._infer = self._channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        self._infer = self._channel.unary_unary(_INFER)
+        # The same bytes on the wire; but the other form holds on to the request until the reply is there.
+        self._infer_large = self._channel.stream_unary(_INFER)
         self._calls: set[asyncio.Task[bytes]] = set()
-        self._owed = 0
+        self._owed: dict[asyncio.Task[bytes], int] = {}
+
+    @property
+    def owed_bytes(self) -> int:
+        """What calls take that are on their way without anybody waiting for them."""
+        return sum(self._owed.values())
 
     async def lookup(self, request: ShardRequest, *, timeout_s: float) -> ShardReply:
         """See ``ShardClient.lookup``."""
-        if self._owed >= MAX_OWED:
-            raise ShardFailed(f"it owes {self._owed} answers that nobody waits for any more")
-        message = await _offload(request.ids_N.nbytes, _encode, request)
-        call = asyncio.create_task(self._call(message))
+        self._check_owed(request.wire_bytes)
+        # The message has no name here: a failure's traceback would hold it.
+        call = asyncio.create_task(self._call(await _offload(request.ids_N.nbytes, _encode, request)))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
         try:
@@ -155,7 +176,7 @@ class GrpcShardClient:
             raise _translate(exc, self.address) from exc
         finally:
             if not call.done():
-                self._owed += 1
+                self._owed[call] = request.wire_bytes
                 call.add_done_callback(self._repaid)
         return await _offload(len(response), _decode, response, request)
 
@@ -164,12 +185,30 @@ class GrpcShardClient:
         await self._channel.close()
         await asyncio.gather(*self._calls, return_exceptions=True)
 
+    def _check_owed(self, nbytes: int) -> None:
+        if len(self._owed) >= MAX_OWED:
+            raise ShardFailed(f"it owes {len(self._owed)} answers that nobody waits for any more; try again later")
+        if self._owed and (owed := self.owed_bytes) + nbytes > self._max_owed_bytes:
+            raise ShardFailed(
+                f"it owes {owed} bytes of answers that nobody waits for any more, and this call of {nbytes} bytes would "
+                f"take it over the limit of {self._max_owed_bytes}; try again later"
+            )
+
     async def _call(self, message: bytes) -> bytes:
-        response: bytes = await self._infer(message)
-        return response
+        """The reply's bytes; none, if nobody waits for them any more."""
+        if len(message) <= OFFLOAD_BYTES:
+            response: bytes = await self._infer(message)
+        else:
+            call = self._infer_large()
+            with contextlib.suppress(asyncio.InvalidStateError):  # it has ended already; the reply says how
+                await call.write(message)
+                del message
+                await call.done_writing()
+            response = await call
+        return b"" if asyncio.current_task() in self._owed else response
 
     def _repaid(self, call: asyncio.Task[bytes]) -> None:
-        self._owed -= 1
+        del self._owed[call]
         if not call.cancelled():
             call.exception()  # nobody waits for it; asked for, so that asyncio does not complain of it
 

@@ -12,6 +12,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from service.errors import ErrorCode
 from service.shards import GrpcShardClient, ShardFailed, ShardRequest
+from service.shards.client import OFFLOAD_BYTES
 
 
 class Server(service_pb2_grpc.GRPCInferenceServiceServicer):
@@ -215,8 +216,62 @@ async def test_a_shard_that_owes_too_many_answers_is_not_asked_until_it_repays(m
 
 async def settled(client, *, owed):
     async with asyncio.timeout(5):
-        while client._owed != owed:
+        while len(client._owed) != owed:
             await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize(("row_ids", "hits", "per_id"), [(False, False, 8), (True, False, 16), (True, True, 17)])
+async def test_what_a_call_takes_is_what_goes_over_the_wire(row_ids, hits, per_id):
+    leave_out = {name for name, wanted in (("row_ids", row_ids), ("hits", hits)) if not wanted}
+    answer = reply(1000, leave_out=leave_out)
+    asked = ask(
+        num_rows=1000,
+        ids_N=np.arange(1000),
+        table_lengths_T=np.array([1000]),
+        want_row_ids=row_ids,
+        want_hits=hits,
+    )
+    assert asked.wire_bytes == 1000 * (per_id + 3 * 4) + 8
+    async with shard(always(answer)) as (client, server):
+        await client.lookup(asked, timeout_s=5)
+    (seen,) = server.seen
+    assert 0 <= seen.ByteSize() + answer.ByteSize() - asked.wire_bytes < 300
+
+
+def large():
+    ids_N = np.arange(OFFLOAD_BYTES // 4, dtype=np.int64)
+    return ask(ids_N=ids_N, table_lengths_T=np.array([ids_N.size]), want_row_ids=False, want_hits=False)
+
+
+async def test_a_large_request_arrives_whole():
+    async with shard(always(reply(leave_out={"row_ids", "hits"}))) as (client, server):
+        await client.lookup(large(), timeout_s=5)
+    (seen,) = server.seen
+    assert seen.raw_input_contents[0] == large().ids_N.tobytes()
+
+
+async def test_a_large_request_fails_as_any_other_does():
+    async with shard(fails(grpc.StatusCode.INTERNAL, "Stub process 'x' is not healthy.")) as (client, _):
+        with pytest.raises(ShardFailed) as failure:
+            await client.lookup(large(), timeout_s=5)
+    assert failure.value.process_died
+    gone = GrpcShardClient("127.0.0.1:1")
+    for _ in range(3):
+        with pytest.raises(ShardFailed, match="cannot be reached"):
+            await gone.lookup(large(), timeout_s=5)
+    await gone.close()
+
+
+async def test_a_large_request_to_a_server_without_the_method_fails_before_it_is_sent():
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    client = GrpcShardClient(f"127.0.0.1:{port}")
+    for _ in range(20):
+        with pytest.raises(ShardFailed, match="it failed"):
+            await client.lookup(large(), timeout_s=5)
+    await client.close()
+    await server.stop(0)
 
 
 async def test_a_large_reply_is_read_off_the_event_loop():
