@@ -20,6 +20,7 @@ from service.batcher import Batcher
 from service.catalog import ServedVersion, load_version
 from service.dataplane import DataPlane, Served
 from service.fanout import Fanout, Shard
+from service.grace import Grace
 from service.health import Repair, ShardHealth
 from service.listeners import listen, start_edges
 from service.log import configure_logging
@@ -119,6 +120,7 @@ async def start(repo: Path, settings: Settings, *, shards: Sequence[str] | None 
         async with AsyncExitStack() as stack:
             metrics = Metrics(CollectorRegistry())
             plane = DataPlane(settings, metrics)
+            grace = Grace(settings.drain_grace_s)
             triton = None if shards else await _start_triton(stack, repo, served, broken)
             connect = _Connector(
                 stack,
@@ -126,12 +128,14 @@ async def start(repo: Path, settings: Settings, *, shards: Sequence[str] | None 
                 metrics,
                 broken,
                 repair=triton.repair if triton else None,
+                grace=grace,
                 num_clients=sum(version.num_shards for version in served),
             )
             addresses = shards or [triton.grpc_address if triton else ""]
             for version in served:
                 plane.serve(await connect(version, addresses))
             grpc_port = await start_edges(stack, plane, metrics, settings, http)
+            stack.callback(grace.left_s)  # the first to be called: what the edges take is not there for the shards
             running = Running(
                 plane=plane,
                 http_url=f"http://{settings.host}:{http.getsockname()[1]}",
@@ -185,11 +189,13 @@ class _Connector:
         broken: asyncio.Event,
         *,
         repair: Repair | None,
+        grace: Grace,
         num_clients: int,
     ) -> None:
         self._stack, self._settings, self._metrics, self._broken = stack, settings, metrics, broken
         self._max_owed_bytes = settings.max_inflight_bytes // OWED_DIVISOR // num_clients
         self._repair = repair
+        self._grace = grace
         self._executor = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="tensor")
         stack.callback(self._executor.shutdown, wait=True, cancel_futures=True)
 
@@ -223,7 +229,11 @@ class _Connector:
 
     def _shard(self, version: ServedVersion, index: int, address: str) -> Shard:
         client = GrpcShardClient(address, max_owed_bytes=self._max_owed_bytes)
-        self._stack.push_async_callback(client.close)
+
+        async def close() -> None:
+            await client.close(grace_s=self._grace.left_s())
+
+        self._stack.push_async_callback(close)
         health = ShardHealth(
             version,
             index,

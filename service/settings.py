@@ -50,7 +50,7 @@ class Settings(BaseSettings):
     probe_timeout_s: Annotated[float, Field(gt=0)] = 2.0
     """Deadline of a readiness probe, and of a repair's probe."""
     drain_grace_s: Annotated[float, Field(ge=0)] = 10.0
-    """After SIGTERM: the most seconds to finish requests in flight."""
+    """After SIGTERM: the most seconds to finish requests in flight, and then calls to shards that nobody waits for."""
     drain_delay_s: Annotated[float, Field(ge=0)] = 0.0
     """After SIGTERM: seconds to go on accepting with readiness false, so that load balancers notice."""
     log_json: bool = True

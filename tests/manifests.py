@@ -225,5 +225,5 @@ class RuleShard:
         pieces = table.pieces_on(self.index)
         return np.concatenate([rows[:, piece.col_start : piece.col_stop] for piece in pieces], axis=1)
 
-    async def close(self) -> None:
+    async def close(self, *, grace_s: float = 0.0) -> None:
         self.closed = True

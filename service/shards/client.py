@@ -54,6 +54,9 @@ MAX_OWED = 256
 MAX_OWED_BYTES = 256 << 20
 """What such calls to one shard may take, where nobody says otherwise."""
 
+CLOSE_GRACE_S = 5.0
+"""How long a connection that is being closed waits for calls under way, where nobody says otherwise."""
+
 OFFLOAD_BYTES = 1 << 18
 """Messages over this size are built and read in a thread, and let go of as soon as they are sent."""
 
@@ -125,8 +128,8 @@ class ShardClient(Protocol):
         """Ask for rows; raises ``ShardFailed``. A caller may stop waiting at any time."""
         ...
 
-    async def close(self) -> None:
-        """Let go of the connection."""
+    async def close(self, *, grace_s: float) -> None:
+        """Let go of the connection, once calls under way have ended or ``grace_s`` is over."""
         ...
 
 
@@ -180,8 +183,10 @@ class GrpcShardClient:
                 call.add_done_callback(self._repaid)
         return await _offload(len(response), _decode, response, request)
 
-    async def close(self) -> None:
-        """See ``ShardClient.close``."""
+    async def close(self, *, grace_s: float = CLOSE_GRACE_S) -> None:
+        """See ``ShardClient.close``; what is still under way then is cancelled on the wire after all."""
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=grace_s)
         await self._channel.close()
         await asyncio.gather(*self._calls, return_exceptions=True)
 

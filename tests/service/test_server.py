@@ -2,12 +2,19 @@
 
 import asyncio
 import socket
+from contextlib import asynccontextmanager
 
+import grpc
+import numpy as np
 import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from export.contract import UserError
+from export.contract import Routing, UserError, version_dir
+from export.contract.layout import MANIFEST_FILE
 from service.listeners import listen
-from service.server import _unless, read_settings
+from service.server import _unless, read_settings, start
+from service.settings import Settings
+from tests.manifests import make_manifest, make_table
 
 
 def test_accepted_connections_never_wait_for_a_delayed_acknowledgement():
@@ -58,3 +65,81 @@ async def test_work_that_fails_before_the_stop_signal_says_why():
 
     with pytest.raises(UserError, match="no"):
         await _unless(asyncio.Event(), work())
+
+
+NUM_SHARDS = 2
+
+
+def write_repo(repo, *, num_shards=NUM_SHARDS):
+    """A repository as the front tier reads it: manifests only."""
+    tables = [make_table("user", ["user"], routing=Routing.ROWS, num_shards=num_shards)]
+    manifest = make_manifest(tables, num_shards)
+    directory = version_dir(repo, manifest.collection, manifest.version)
+    directory.mkdir(parents=True)
+    (directory / MANIFEST_FILE).write_text(manifest.model_dump_json())
+    return repo
+
+
+class HeldShard(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Keeps every call until it is let go."""
+
+    def __init__(self):
+        self.gate, self.held, self.cancelled = asyncio.Event(), 0, 0
+
+    async def holds(self, calls):
+        async with asyncio.timeout(10):
+            while self.held < calls:
+                await asyncio.sleep(0.002)
+
+    async def ModelInfer(self, request, context):  # noqa: N802
+        self.held += 1
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        message = service_pb2.ModelInferResponse()
+        message.outputs.add(name="embeddings", datatype="FP32", shape=(0, 3))
+        message.raw_output_contents.append(np.empty(0, dtype=np.float32).tobytes())
+        return message
+
+
+@asynccontextmanager
+async def held_shard():
+    shard, server = HeldShard(), grpc.aio.server()
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(shard, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield shard, f"127.0.0.1:{port}"
+    finally:
+        shard.gate.set()
+        await server.stop(0)
+
+
+def quick(**changes):
+    return Settings(http_port=0, grpc_port=0, probe_timeout_s=0.05, probe_interval_s=60, **changes)
+
+
+async def test_stopping_lets_calls_to_shards_end_within_the_grace(tmp_path):
+    async with held_shard() as (shard, address):
+        context = start(write_repo(tmp_path), quick(drain_grace_s=30), shards=[address])
+        await context.__aenter__()
+        await shard.holds(NUM_SHARDS)  # probes that nobody waits for any more
+        stopping = asyncio.create_task(context.__aexit__(None, None, None))
+        await asyncio.wait({stopping}, timeout=0.3)
+        assert not stopping.done()
+        shard.gate.set()
+        async with asyncio.timeout(10):
+            await stopping
+        assert shard.cancelled == 0
+
+
+async def test_stopping_takes_one_grace_however_many_shards_hang(tmp_path):
+    num_shards, grace_s = 16, 0.5
+    repo, loop = write_repo(tmp_path, num_shards=num_shards), asyncio.get_running_loop()
+    async with held_shard() as (shard, address):
+        async with asyncio.timeout(30), start(repo, quick(drain_grace_s=grace_s), shards=[address]):
+            await shard.holds(num_shards)
+            stopped_at = loop.time()
+        assert grace_s * 0.9 < loop.time() - stopped_at < grace_s * num_shards / 2
