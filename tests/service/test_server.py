@@ -12,7 +12,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from export.contract import Routing, UserError, version_dir
 from export.contract.layout import MANIFEST_FILE
 from service.listeners import listen
-from service.server import _unless, read_settings, start
+from service.server import OWED_DIVISOR, _unless, read_settings, start
 from service.settings import Settings
 from tests.manifests import make_manifest, make_table
 
@@ -70,10 +70,10 @@ async def test_work_that_fails_before_the_stop_signal_says_why():
 NUM_SHARDS = 2
 
 
-def write_repo(repo, *, num_shards=NUM_SHARDS):
+def write_repo(repo, *, collection="clicks", num_shards=NUM_SHARDS):
     """A repository as the front tier reads it: manifests only."""
     tables = [make_table("user", ["user"], routing=Routing.ROWS, num_shards=num_shards)]
-    manifest = make_manifest(tables, num_shards)
+    manifest = make_manifest(tables, num_shards, collection=collection)
     directory = version_dir(repo, manifest.collection, manifest.version)
     directory.mkdir(parents=True)
     (directory / MANIFEST_FILE).write_text(manifest.model_dump_json())
@@ -143,3 +143,27 @@ async def test_stopping_takes_one_grace_however_many_shards_hang(tmp_path):
             await shard.holds(num_shards)
             stopped_at = loop.time()
         assert grace_s * 0.9 < loop.time() - stopped_at < grace_s * num_shards / 2
+
+
+async def test_every_shard_may_owe_an_equal_share_of_what_requests_may_hold(tmp_path, monkeypatch):
+    given = []
+
+    class Recorded:
+        def __init__(self, address, *, max_owed_bytes):
+            given.append(max_owed_bytes)
+
+        async def lookup(self, request, *, timeout_s):
+            raise AssertionError
+
+        async def close(self, *, grace_s):
+            pass
+
+    async def no_probe(self):
+        pass
+
+    monkeypatch.setattr("service.server.GrpcShardClient", Recorded)
+    monkeypatch.setattr("service.health.ShardHealth.probe", no_probe)
+    write_repo(tmp_path, collection="ads")
+    async with start(write_repo(tmp_path), quick(max_inflight_bytes=1 << 20), shards=["127.0.0.1:1"]):
+        pass
+    assert given == [(1 << 20) // OWED_DIVISOR // (2 * NUM_SHARDS)] * (2 * NUM_SHARDS)
