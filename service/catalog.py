@@ -17,6 +17,7 @@ from export.contract import (
     OutOfRange,
     RepositoryError,
     Routing,
+    Runtime,
     Table,
     TrainingBuckets,
     check_size,
@@ -78,6 +79,8 @@ class ServedVersion:
     collection: str
     version: int
     base: int
+    runtime: Runtime
+    """What of Triton its shards need."""
     dim: int
     managed: bool
     """Whether its tables remap raw ids; TorchRec has all or none of a collection do so."""
@@ -123,6 +126,7 @@ def compile_version(manifest: Manifest, hashes: Mapping[str, InputHash]) -> Serv
         collection=manifest.collection,
         version=manifest.version,
         base=manifest.version,
+        runtime=manifest.runtime,
         dim=manifest.dim,
         managed=any(table.managed for table in manifest.tables),
         need_indices=manifest.need_indices,

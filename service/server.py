@@ -15,7 +15,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from export.contract import RepositoryError, UserError, collections, versions
+from export.contract import RepositoryError, Runtime, UserError, collections, versions
 from service.batcher import Batcher
 from service.catalog import ServedVersion, load_version
 from service.dataplane import DataPlane, Served
@@ -164,9 +164,21 @@ def load_served(repo: Path) -> list[ServedVersion]:
     return [load_version(repo, name, versions(repo, name)[-1]) for name in names]
 
 
+def _check_runtimes(served: Sequence[ServedVersion]) -> None:
+    """Refuse what a Triton of our own has no backend for; its log would only name a missing library."""
+    names = [version.collection for version in served if version.runtime is Runtime.PYTORCH]
+    if names:
+        raise UserError(
+            f"collection {', '.join(names)}: exported with --runtime pytorch, but the Triton that is started here has no "
+            "LibTorch backend; name servers that have it with --shards HOST:PORT,…, or export with --runtime python under "
+            "another --name or --out"
+        )
+
+
 async def _start_triton(
     stack: AsyncExitStack, repo: Path, served: Sequence[ServedVersion], broken: asyncio.Event
 ) -> TritonServer:
+    _check_runtimes(served)
     # Pinned, so that a version that is published meanwhile is nobody's business yet.
     models = {model: [version.base] for version in served for model in version.models_S}
     triton = TritonServer(repo, models, start_timeout_s=START_S + START_S_PER_MODEL * len(models))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from export.contract import Routing, UserError, version_dir
+from export.contract import Routing, Runtime, UserError, version_dir
 from export.contract.layout import MANIFEST_FILE
 from service.listeners import listen
 from service.server import OWED_DIVISOR, _unless, read_settings, start
@@ -70,10 +70,10 @@ async def test_work_that_fails_before_the_stop_signal_says_why():
 NUM_SHARDS = 2
 
 
-def write_repo(repo, *, collection="clicks", num_shards=NUM_SHARDS):
+def write_repo(repo, *, collection="clicks", num_shards=NUM_SHARDS, runtime=Runtime.PYTHON):
     """A repository as the front tier reads it: manifests only."""
     tables = [make_table("user", ["user"], routing=Routing.ROWS, num_shards=num_shards)]
-    manifest = make_manifest(tables, num_shards, collection=collection)
+    manifest = make_manifest(tables, num_shards, collection=collection).model_copy(update={"runtime": runtime})
     directory = version_dir(repo, manifest.collection, manifest.version)
     directory.mkdir(parents=True)
     (directory / MANIFEST_FILE).write_text(manifest.model_dump_json())
@@ -167,3 +167,23 @@ async def test_every_shard_may_owe_an_equal_share_of_what_requests_may_hold(tmp_
     async with start(write_repo(tmp_path), quick(max_inflight_bytes=1 << 20), shards=["127.0.0.1:1"]):
         pass
     assert given == [(1 << 20) // OWED_DIVISOR // (2 * NUM_SHARDS)] * (2 * NUM_SHARDS)
+
+
+async def test_no_triton_is_started_for_a_collection_that_it_has_no_backend_for(tmp_path, monkeypatch):
+    def started(*args, **options):
+        raise AssertionError("a Triton is made")
+
+    monkeypatch.setattr("service.server.TritonServer", started)
+    write_repo(tmp_path, collection="ads", runtime=Runtime.PYTORCH)
+    said = (
+        r"^collection ads: .*--runtime pytorch.* no LibTorch backend; .*--shards HOST:PORT.* --runtime python [^\n]*$"
+    )
+    with pytest.raises(UserError, match=said):
+        async with start(write_repo(tmp_path), quick()):
+            pass
+
+
+async def test_servers_that_are_named_may_have_any_backend(tmp_path):
+    repo = write_repo(tmp_path, runtime=Runtime.PYTORCH)
+    async with start(repo, quick(), shards=["127.0.0.1:1"]) as running:
+        assert [info.name for info in running.plane.collections()] == ["clicks"]
