@@ -67,7 +67,10 @@ class Batcher(Generic[Item, Reply]):
         entry: Entry[Item, Reply] = Entry(item, weight, loop.create_future())
         self._queue.append(entry)
         self._schedule()
-        return await entry.reply
+        try:
+            return await entry.reply
+        finally:
+            del entry  # a failure's traceback has this frame, and the entry has the failure: a cycle
 
     async def close(self) -> None:
         """Cancel what waits and what is under way, and wait for it to end."""
@@ -113,9 +116,11 @@ class Batcher(Generic[Item, Reply]):
         failure: Exception = RuntimeError("the batch ended without a reply for this request")
         try:
             await self._run(entries)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as exc:
             for entry in entries:
                 entry.reply.cancel()
+            # A TaskGroup's frame keeps what cancelled it: with the traceback, a cycle that would keep the batch.
+            exc.__traceback__ = None
             raise
         except Exception as exc:  # noqa: BLE001 - handed to every waiting caller
             failure = exc

@@ -144,6 +144,7 @@ class Fanout:
                 self._metrics.shard_errors.labels(self._version.collection, str(shard), failure.code.value).inc()
                 log.warning("shard_call_failed", model=health.model, code=failure.code.value, details=failure.details)
                 health.report(failure)
+            del failure  # its traceback has this frame, and with it the whole batch: a cycle
 
     async def _mind_deadlines(self, flight: "_Flight") -> None:
         """Settle each request at its own time with what it declared for shards that have not answered by then."""

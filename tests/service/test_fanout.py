@@ -1,6 +1,7 @@
 """Fan-out over tables that lie on several shards at once: in columns, in copies, and mixed with all others."""
 
 import asyncio
+import gc
 
 import numpy as np
 import pytest
@@ -8,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from export.contract import Placement, Routing
+from service.batch import PreparedBatch
 from service.errors import Unavailable
 from service.shards import ShardFailed
 from service.types import LookupRequest, OnShardFailure, Output
+from service.validate import ValidRequest
 from tests.manifests import make_table, row_id_of, row_of
 from tests.service.routed import OUTPUTS, cases
 from tests.service.stack import stack
@@ -121,3 +124,32 @@ def test_an_interleaved_stream_of_any_requests_gets_each_its_own_answer(data, ca
     for index, reply in zip(order, asyncio.run(run()), strict=True):
         for output, expected in case.lookup(case.requests[index]).items():
             assert reply.outputs[output].tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("end", ["answered", "failed", "late", "left"])
+async def test_a_batch_is_let_go_of_as_soon_as_it_has_ended(end):
+    """Its buffers are large, and the collector counts objects, not bytes."""
+
+    def fail(request):
+        raise ShardFailed("it failed")
+
+    async with stack(in_columns()) as it:
+        if end == "failed":
+            it.shards[1].answer = fail
+        elif end != "answered":
+            it.shards[1].hang = True
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                asked = asyncio.create_task(it.send(both(timeout_s=0.05)))
+                if end == "left":
+                    await asyncio.wait({asked}, timeout=0.01)
+                    asked.cancel()
+                await asyncio.gather(asked, return_exceptions=True)
+                del asked
+            async with asyncio.timeout(5):
+                while [thing for thing in gc.get_objects() if type(thing) in {PreparedBatch, ValidRequest}]:
+                    await asyncio.sleep(0.01)
+        finally:
+            gc.enable()
