@@ -43,7 +43,8 @@ def unconsumed_rows(table: str, modules: Sequence[nn.Module], evicted: Evicted) 
     Raises:
         ExportError: There are some, and ``evicted`` is ``refuse``.
     """
-    named = [rows for module in modules for rows in _evicted_rows(module)]
+    # TorchRec also notes an eviction that took no id, so it is the rows that count.
+    named = [rows for module in modules for rows in _evicted_rows(module) if rows.numel()]
     if not named:
         return None
     if evicted is Evicted.REFUSE:

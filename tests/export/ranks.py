@@ -112,6 +112,7 @@ def main() -> None:
     torch.save({name: module.state_dict() for name, module in collisions.items()}, folder / f"rank{rank}.pt")
 
     collisions["user"]._evicted = rank == world - 1
+    collisions["user"]._evicted_emb_indices = torch.tensor([collisions["user"]._output_global_offset])
     notes["evicted"] = refusal(lambda: export_sharded(managed, repo, name="failed"))
     collisions["user"]._evicted = False
     notes["int8"] = refusal(lambda: export_sharded(plain, repo, name="failed", row_dtype="int8"))

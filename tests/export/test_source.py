@@ -13,6 +13,7 @@ from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingCollection,
 )
 from torchrec.modules.mc_modules import LFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from export import export_collection, maps
 from export.errors import ExportError
@@ -224,6 +225,25 @@ def test_evictions_that_nobody_consumed_are_refused():
     collision_of(module, "item")._evicted = True
     with pytest.raises(ExportError, match=r"table item: .*call evict\(\)"):
         read_collection(module)
+
+
+def test_training_on_ids_that_the_map_holds_already_evicts_nothing_and_is_served():
+    module = managed_collection(steps=6)
+    collision = collision_of(module)
+    before = collision._mch_sorted_raw_ids.clone()
+    ids = before[:10].repeat(2)
+    module.train()
+    for _ in range(4):
+        collision({"ids": JaggedTensor(values=ids, lengths=torch.ones_like(ids))})
+    assert torch.equal(before, collision._mch_sorted_raw_ids)
+    assert (collision._evicted, collision._evicted_emb_indices.numel()) == (True, 0)
+    assert read_collection(module, evicted=Evicted.REFUSE).tables[0].map is not None
+
+
+def test_an_eviction_of_mpzch_that_took_no_id_is_no_eviction():
+    module = hash_zch_collection({"user": 24})
+    collision_of(module)._evicted_indices = [torch.empty(0, dtype=torch.int64)]
+    assert read_collection(module).tables[0].map is not None
 
 
 def test_one_ranks_piece_of_a_map_is_refused():
