@@ -51,11 +51,20 @@ class TableRows:
         dim: Its embedding dimension.
         pieces: Rectangles that do not overlap; together the table, or this rank's part of it.
         zeroed: Rows INT64 that read as zeros, whatever the pieces hold: evicted ones that nobody has reset yet.
+
+    Raises:
+        ExportError: FP32, in which rows are read, does not hold every number of a piece.
     """
 
     def __init__(
         self, *, table: str, rows: int, dim: int, pieces: Sequence[RowPiece], zeroed: torch.Tensor | None = None
     ) -> None:
+        for piece in pieces:
+            if piece.numbers.dtype == torch.float64:
+                raise ExportError(
+                    f"table {table}: its rows are of {piece.numbers.dtype}, which FP32 would round; serve FP32, FP16 or "
+                    "BF16 rows: convert the module to float32 first"
+                )
         self.table = table
         self.rows = rows
         self.dim = dim

@@ -198,6 +198,7 @@ REFUSALS = {
     "One rank on two devices": lambda out: by_plan(on_two_devices(), out),
     "Live column-wise tables as int8": lambda _: live("column_wise", "fused", "int8"),
     "Numbers that a row dtype cannot hold": lambda out: export(huge(), out, row_dtype="fp16"),
+    "Rows of double precision": lambda out: export(plain_collection().double(), out),
     "A module on the meta device, without its state": lambda out: export(
         EmbeddingCollection(tables=[table()], device=torch.device("meta")), out
     ),

@@ -58,6 +58,28 @@ def test_rows_are_read_from_every_kind_of_state(tmp_path, kind, saved):
         assert torch.equal(table.numbers.gather(torch.tensor([table.rows - 1, 0])), weight[[-1, 0]])
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("where", ["module", "state dict", "checkpoint"])
+def test_rows_that_fp32_would_round_are_refused_wherever_they_lie(tmp_path, where):
+    module = plain_collection().double()
+    state = module.state_dict()
+    if where == "checkpoint":
+        dcp.save(state, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    checkpoint = {"module": None, "state dict": state, "checkpoint": tmp_path / "checkpoint"}[where]
+    message = r"^table user: its rows are of torch\.float64, .*convert the module to float32 first$"
+    with pytest.raises(ExportError, match=message):
+        export_collection(module, tmp_path / "repo", name="c", checkpoint=checkpoint)
+    assert not list(tmp_path.glob("repo/c/[0-9]*"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_that_fp32_holds_are_read_exactly(dtype):
+    module = plain_collection().to(dtype)
+    for source in (read_collection(module), restore_collection(plain_collection(), module.state_dict())):
+        for table in source.tables:
+            assert torch.equal(table.numbers.read(0, table.rows).to(dtype), module.embeddings[table.name].weight)
+
+
 @pytest.mark.usefixtures("_one_rank")
 def test_a_module_whose_parameters_are_dtensors_is_read_like_another():
     module = plain_collection()
