@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from export.errors import ExportError
+from export.errors import ExportError, first_sentence
 from export.mapped import MappedFile
 from export.shards import local_shards
 
@@ -178,13 +178,15 @@ def _layout(file: MappedFile, offset: int, length: int, name: str) -> tuple[torc
     try:
         with FakeTensorMode():
             layout = torch.load(cast("IO[bytes]", _View(file, offset, length)), weights_only=True)
-        start = layout.untyped_storage()._checkpoint_offset
+        dense = isinstance(layout, torch.Tensor) and layout.layout is torch.strided
+        start = layout.untyped_storage()._checkpoint_offset if dense else None
     except Exception as exc:  # whatever torch.load makes of a damaged item
-        raise ExportError(f"{file.path}: {name}: cannot be read ({exc}); copy the checkpoint again") from exc
-    if not isinstance(layout, torch.Tensor) or not isinstance(start, int):
         raise ExportError(
-            f"{file.path}: {name}: holds a {type(layout).__name__}, not a tensor as torch.save stores one"
-        )
+            f"{file.path}: {name}: cannot be read ({first_sentence(exc)}); copy the checkpoint again"
+        ) from exc
+    if not isinstance(start, int):
+        kind = layout.layout if isinstance(layout, torch.Tensor) else type(layout).__name__
+        raise ExportError(f"{file.path}: {name}: holds a {kind}, not a dense tensor as torch.save stores one")
     return layout, start
 
 
@@ -227,7 +229,7 @@ def _read_metadata(path: Path) -> Metadata:
     except ExportError:
         raise
     except Exception as exc:  # a damaged pickle raises many things
-        raise ExportError(f"{path}: cannot be read ({exc}); copy the checkpoint again") from exc
+        raise ExportError(f"{path}: cannot be read ({first_sentence(exc)}); copy the checkpoint again") from exc
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise ExportError(f"{path}: holds no metadata of a checkpoint on a file system")
     return metadata

@@ -5,6 +5,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from export import export_collection, verify_version
 from export.checkpoint import Checkpoint, find_name, open_state, read_whole
@@ -53,8 +54,9 @@ def test_strides_and_half_precision_survive(tmp_path):
 
 
 def refuse(checkpoint, tmp_path, message, module=None):
-    with pytest.raises(ExportError, match=message):
+    with pytest.raises(ExportError, match=message) as raised:
         export_collection(module or plain_collection(), tmp_path / "repo", name="c", checkpoint=checkpoint)
+    assert "\n" not in str(raised.value)
     assert versions(tmp_path / "repo", "c") == []
 
 
@@ -117,6 +119,36 @@ def test_a_file_that_is_cut_off_or_missing_is_named(tmp_path):
     refuse(checkpoint, tmp_path, r"__0_0\.distcp: ")
     file.unlink()
     refuse(checkpoint, tmp_path, r"__0_0\.distcp: .*copy the whole checkpoint directory")
+
+
+def replace_item(checkpoint, name, value):
+    """Let the metadata say that ``value``, as ``torch.save`` stores it, is a tensor's item."""
+    torch.save(value, checkpoint / "other.distcp")
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    (index,) = [index for index in metadata.storage_data if index.fqn == name]
+    length = (checkpoint / "other.distcp").stat().st_size
+    metadata.storage_data[index] = _StorageInfo(relative_path="other.distcp", offset=0, length=length)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (lambda weight: {"weight": weight}, "holds a dict, not a dense tensor as torch.save stores one"),
+        (torch.Tensor.to_sparse, r"holds a torch\.sparse_coo, not a dense tensor"),
+        (
+            lambda weight: torch.quantize_per_tensor(weight, 0.1, 0, torch.quint8),
+            r"cannot be read \(NotImplementedError: .*backend\); copy",
+        ),
+        (lambda _: print, r"cannot be read \(UnpicklingError: Weights only load failed\); copy the checkpoint again$"),
+    ],
+)
+def test_an_item_that_is_no_dense_tensor_is_refused_in_one_line(tmp_path, item, message):
+    module = plain_collection()
+    checkpoint = save(module, tmp_path / "ck")
+    replace_item(checkpoint, "embeddings.user.weight", item(module.embeddings["user"].weight.detach()))
+    refuse(checkpoint, tmp_path, rf"^[^\n]*other\.distcp: embeddings\.user\.weight: {message}")
 
 
 def test_metadata_that_would_run_code_is_refused_before_it_does(tmp_path):
