@@ -1,10 +1,10 @@
 """Owns the reading of ``torch.distributed.checkpoint`` directories and state dicts: chunks by name, mapped, not loaded.
 
-Must not know a TorchRec module. No tensor is unpickled; ``.metadata``, which is a pickle, may hold DCP's own classes only.
+Must not know a TorchRec module, nor what ``.metadata`` looks like (``export.checkpoint_metadata``). No tensor is unpickled.
 """
 
 import io
-import pickle
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,33 +12,11 @@ from typing import IO, Any, Protocol, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from export.checkpoint_metadata import METADATA_FILE, StoredChunk, read_metadata
 from export.errors import ExportError, first_sentence
 from export.mapped import MappedFile
 from export.shards import local_shards
-
-METADATA_FILE = ".metadata"
-
-_ADMITTED: Mapping[str, frozenset[str]] = {
-    "torch.distributed.checkpoint.metadata": frozenset(
-        {
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        }
-    ),
-    "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
-    "torch": frozenset({"Size"}),
-    "torch.serialization": frozenset({"_get_layout"}),
-    "pathlib": frozenset({"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}),
-    "collections": frozenset({"OrderedDict"}),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,13 +92,7 @@ class Checkpoint:
     def __init__(self, directory: Path) -> None:
         self.place = str(directory)
         self._directory = directory
-        metadata = _read_metadata(directory / METADATA_FILE)
-        self._tensors = {
-            name: entry
-            for name, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        self._stored = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
+        self._tensors = read_metadata(directory / METADATA_FILE)
         self._files: dict[str, MappedFile] = {}
 
     def names(self) -> Sequence[str]:
@@ -129,7 +101,7 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See ``State``."""
-        return tuple(self._tensors[name].size)
+        return self._tensors[name].size
 
     def chunks(self, name: str) -> list[Chunk]:
         """See ``State``; numbers are views of the mapped file.
@@ -138,25 +110,24 @@ class Checkpoint:
             ExportError: A file is missing or cut off, or holds something else.
         """
         # An empty one has the place of its neighbour, and DCP's own index cannot tell them apart.
-        return [
-            self._chunk(name, tuple(chunk.offsets), tuple(chunk.sizes))
-            for chunk in self._tensors[name].chunks
-            if chunk.sizes.numel()
-        ]
+        return [self._chunk(name, chunk) for chunk in self._tensors[name].chunks if math.prod(chunk.sizes)]
 
-    def _chunk(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Chunk:
-        info = self._stored.get((name, offsets))
-        if info is None:
-            raise ExportError(f"{self.place}: {name}: no file holds its chunk at {offsets}; write the checkpoint again")
-        if getattr(info, "transform_descriptors", None):
-            raise ExportError(f"{self.place}: {name}: stored through {info.transform_descriptors}; save it without")
-        file = self._file(info.relative_path)
-        layout, start = _layout(file, info.offset, info.length, name)
-        if tuple(layout.shape) != sizes:
-            raise ExportError(f"{file.path}: {name}: holds {tuple(layout.shape)}, {METADATA_FILE} says {sizes}")
-        stored = file.tensor(info.offset + start, layout.dtype, (layout.untyped_storage().nbytes() // layout.itemsize,))
-        numbers = torch.as_strided(stored, sizes, layout.stride(), layout.storage_offset())
-        return Chunk(offsets=offsets, numbers=numbers, release=file.release)
+    def _chunk(self, name: str, chunk: StoredChunk) -> Chunk:
+        _check_place(chunk, self.shape(name), f"{self.place}: {name}")
+        span = chunk.span
+        if span is None:
+            raise ExportError(
+                f"{self.place}: {name}: no file holds its chunk at {chunk.offsets}; write the checkpoint again"
+            )
+        if span.transforms:
+            raise ExportError(f"{self.place}: {name}: stored through {list(span.transforms)}; save it without")
+        file = self._file(span.file)
+        layout, start = _layout(file, span.offset, span.length, name)
+        if tuple(layout.shape) != chunk.sizes:
+            raise ExportError(f"{file.path}: {name}: holds {tuple(layout.shape)}, {METADATA_FILE} says {chunk.sizes}")
+        stored = file.tensor(span.offset + start, layout.dtype, (layout.untyped_storage().nbytes() // layout.itemsize,))
+        numbers = torch.as_strided(stored, chunk.sizes, layout.stride(), layout.storage_offset())
+        return Chunk(offsets=chunk.offsets, numbers=numbers, release=file.release)
 
     def _file(self, relative: str) -> MappedFile:
         if relative not in self._files:
@@ -171,6 +142,17 @@ class Checkpoint:
             except (OSError, ValueError) as exc:
                 raise ExportError(f"{path}: {exc}; copy the whole checkpoint directory") from exc
         return self._files[relative]
+
+
+def _check_place(chunk: StoredChunk, size: tuple[int, ...], where: str) -> None:
+    fits = len(chunk.offsets) == len(chunk.sizes) == len(size) and all(
+        offset + length <= whole for offset, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
+    )
+    if not fits:
+        raise ExportError(
+            f"{where}: {METADATA_FILE} puts a chunk of {chunk.sizes} at {chunk.offsets}, which is not in {size}; copy the "
+            "checkpoint again"
+        )
 
 
 def _layout(file: MappedFile, offset: int, length: int, name: str) -> tuple[torch.Tensor, int]:
@@ -216,34 +198,6 @@ class _View(io.RawIOBase):
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
-
-
-def _read_metadata(path: Path) -> Metadata:
-    try:
-        with path.open("rb") as file:
-            metadata = _Metadata(file).load()
-    except OSError as exc:
-        raise ExportError(
-            f"{path}: {exc.strerror}; a checkpoint is the directory that torch.distributed.checkpoint.save wrote"
-        ) from exc
-    except ExportError:
-        raise
-    except Exception as exc:  # a damaged pickle raises many things
-        raise ExportError(f"{path}: cannot be read ({first_sentence(exc)}); copy the checkpoint again") from exc
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise ExportError(f"{path}: holds no metadata of a checkpoint on a file system")
-    return metadata
-
-
-class _Metadata(pickle.Unpickler):
-    """Reads DCP's own metadata; a pickle of anything else is refused before it can run."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if name in _ADMITTED.get(module, ()):
-            return super().find_class(module, name)
-        raise ExportError(f"{METADATA_FILE}: names {module}.{name}, which no checkpoint of tensors needs: refused")
 
 
 def open_state(checkpoint: object) -> State:

@@ -123,7 +123,7 @@ def _restore_mpzch(state: State, config: Any, collision: Any) -> MapSource:
 def _require(state: State, suffix: str, shape: tuple[int, ...]) -> str:
     name = find_name(state, suffix)
     if name is None:
-        near = ", ".join(sorted(state.names())[:5]) or "nothing"
+        near = ", ".join(name if name.isprintable() else repr(name) for name in sorted(state.names())[:5]) or "nothing"
         raise ExportError(f"{state.place}: holds no {suffix}; it has {near}{', …' if len(state.names()) > 5 else ''}")
     if state.shape(name) != shape:
         raise ExportError(f"{state.place}: {name}: shape {state.shape(name)}, the module says {shape}")
