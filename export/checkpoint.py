@@ -55,12 +55,18 @@ class StateDict:
 
     Args:
         tensors: By fully qualified name.
+
+    Raises:
+        ExportError: A name is not a string.
     """
 
     place = "state dict"
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
-        self._tensors = {name: value for name, value in tensors.items() if hasattr(value, "shape") or _sharded(value)}
+        for name in tensors:
+            if not isinstance(name, str):
+                raise ExportError(f"{self.place}: name {name!r} is no string; pass module.state_dict()")
+        self._tensors = {name: value for name, value in tensors.items() if _is_array(value)}
 
     def names(self) -> Sequence[str]:
         """See ``State``."""
@@ -68,14 +74,30 @@ class StateDict:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See ``State``."""
-        return tuple(self._tensors[name].size())
+        return tuple(self._tensor(name).size())
 
     def chunks(self, name: str) -> list[Chunk]:
         """See ``State``."""
-        return [Chunk(offsets=offsets, numbers=numbers) for offsets, numbers in local_shards(self._tensors[name])]
+        return [Chunk(offsets=offsets, numbers=numbers) for offsets, numbers in local_shards(self._tensor(name))]
+
+    def _tensor(self, name: str) -> Any:
+        """The tensor of a name, if it is a dense one; else raises ExportError."""
+        value = self._tensors[name]
+        if _is_sharded(value):
+            return value
+        if not isinstance(value, torch.Tensor):
+            raise ExportError(f"{self.place}: {name}: is a {type(value).__name__}, not a tensor; pass a torch.Tensor")
+        if value.layout is not torch.strided or value.is_nested or value.is_quantized:
+            kind = "nested" if value.is_nested else "quantised" if value.is_quantized else value.layout
+            raise ExportError(f"{self.place}: {name}: is a {kind} tensor; pass a dense one of plain numbers")
+        return value
 
 
-def _sharded(value: object) -> bool:
+def _is_array(value: object) -> bool:
+    return _is_sharded(value) or isinstance(value, torch.Tensor) or hasattr(value, "shape")
+
+
+def _is_sharded(value: object) -> bool:
     return hasattr(value, "local_shards")
 
 

@@ -111,6 +111,33 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, checkpoint):
     )
 
 
+@pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of nested tensors:UserWarning", "ignore:torch.quantize_per_tensor:UserWarning"
+)
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (lambda weight: weight.to_sparse(), r"is a torch\.sparse_coo tensor; pass a dense one of plain numbers"),
+        (lambda weight: torch.nested.nested_tensor([weight, weight[:3]]), "is a nested tensor; pass a dense one .*"),
+        (lambda weight: torch.quantize_per_tensor(weight, 0.1, 0, torch.quint8), "is a quantised tensor; pass .*"),
+        (lambda weight: weight.numpy(), r"is a ndarray, not a tensor; pass a torch\.Tensor"),
+    ],
+)
+def test_an_entry_of_a_state_dict_that_is_no_dense_tensor_is_refused(tmp_path, entry, message):
+    weight = plain_collection().embeddings["user"].weight.detach()
+    refuse({"embeddings.user.weight": entry(weight)}, tmp_path, rf"^state dict: embeddings\.user\.weight: {message}$")
+
+
+def test_a_state_dict_whose_name_is_no_string_is_refused(tmp_path):
+    refuse({1: torch.zeros(10, 4)}, tmp_path, r"^state dict: name 1 is no string; pass module\.state_dict\(\)$")
+
+
+def test_entries_of_a_state_dict_that_nobody_asks_for_may_be_anything(tmp_path):
+    module = plain_collection()
+    state = module.state_dict() | {"_extra_state": 1, "optimiser.step": torch.zeros(2).to_sparse(), "log": [1.0]}
+    assert export_collection(module, tmp_path, name="c", checkpoint=state).version == 1
+
+
 def test_a_file_that_is_cut_off_or_missing_is_named(tmp_path):
     checkpoint = save(plain_collection(), tmp_path / "ck")
     (file,) = checkpoint.glob("*.distcp")
