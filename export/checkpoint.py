@@ -255,22 +255,24 @@ def read_whole(state: State, name: str) -> torch.Tensor:
     """A whole tensor, copied.
 
     Raises:
-        ExportError: A part of it is not here, or its numbers are nowhere.
+        ExportError: A part of it is not here, or its chunks do not make one tensor.
     """
-    whole: torch.Tensor | None = None
-    held = 0
-    for chunk in state.chunks(name):
-        if chunk.numbers.is_meta:
-            raise ExportError(f"{state.place}: {name}: is on the meta device, without numbers; pass the trained state")
-        if whole is None:
-            whole = torch.empty(state.shape(name), dtype=chunk.numbers.dtype)
+    shape, chunks = state.shape(name), state.chunks(name)
+    held = sum(chunk.numbers.numel() for chunk in chunks)
+    if not chunks or held != math.prod(shape):
+        raise ExportError(f"{state.place}: {name}: {held} of its numbers are in this process, not all of {shape}")
+    dtype = chunks[0].numbers.dtype
+    if any(chunk.numbers.is_meta for chunk in chunks):
+        raise ExportError(f"{state.place}: {name}: is on the meta device, without numbers; pass the trained state")
+    if any(chunk.numbers.dtype != dtype for chunk in chunks):
+        raise ExportError(f"{state.place}: {name}: its chunks differ in dtype; copy the checkpoint again")
+    whole, seen = torch.empty(shape, dtype=dtype), torch.zeros(shape, dtype=torch.bool)
+    for chunk in chunks:
         spans = tuple(slice(a, a + size) for a, size in zip(chunk.offsets, chunk.numbers.shape, strict=True))
         whole[spans] = chunk.numbers.cpu()
-        held += chunk.numbers.numel()
+        seen[spans] = True
         if chunk.release is not None:
             chunk.release()
-    if whole is None or held != whole.numel():
-        raise ExportError(
-            f"{state.place}: {name}: {held} of its numbers are in this process, not all of {state.shape(name)}"
-        )
+    if not bool(seen.all()):
+        raise ExportError(f"{state.place}: {name}: its chunks overlap and leave a gap; copy the checkpoint again")
     return whole

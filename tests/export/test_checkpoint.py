@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from export import export_collection, verify_version
-from export.checkpoint import Checkpoint, find_name, open_state, read_whole
+from export.checkpoint import Checkpoint, Chunk, find_name, open_state, read_whole
 from export.contract import INT64_MAX, versions
 from export.errors import ExportError
 from export.restoring import restore_collection
@@ -136,6 +136,39 @@ def test_entries_of_a_state_dict_that_nobody_asks_for_may_be_anything(tmp_path):
     module = plain_collection()
     state = module.state_dict() | {"_extra_state": 1, "optimiser.step": torch.zeros(2).to_sparse(), "log": [1.0]}
     assert export_collection(module, tmp_path, name="c", checkpoint=state).version == 1
+
+
+class Pieces:
+    """A state of one tensor [6], in the given chunks."""
+
+    place = "pieces"
+
+    def __init__(self, *pieces):
+        self._chunks = [Chunk(offsets=(start,), numbers=numbers) for start, numbers in pieces]
+
+    def names(self):
+        return ["t"]
+
+    def shape(self, _):
+        return (6,)
+
+    def chunks(self, _):
+        return self._chunks
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        ([], r"0 of its numbers are in this process, not all of \(6,\)"),
+        ([(0, torch.arange(5))], r"5 of its numbers are in this process, not all of \(6,\)"),
+        ([(0, torch.arange(4)), (3, torch.arange(2))], "its chunks overlap and leave a gap; copy the checkpoint again"),
+        ([(0, torch.arange(3)), (3, torch.zeros(3))], "its chunks differ in dtype; copy the checkpoint again"),
+        ([(0, torch.empty(6, device="meta"))], "is on the meta device, without numbers; pass the trained state"),
+    ],
+)
+def test_chunks_that_do_not_make_one_tensor_are_refused(pieces, message):
+    with pytest.raises(ExportError, match=rf"^pieces: t: {message}$"):
+        read_whole(Pieces(*pieces), "t")
 
 
 def test_a_file_that_is_cut_off_or_missing_is_named(tmp_path):
