@@ -85,7 +85,7 @@ def buckets_of(module: Any, row_edges: Sequence[int]) -> TrainingBuckets:
 
 def segments_of(padded: torch.Tensor) -> list[int]:
     """Row edges out of ``_output_segments_tensor``, which TorchRec fills up with −1."""
-    edges: list[int] = padded.tolist()
+    edges: list[int] = padded.reshape(-1).to(torch.int64).tolist()
     return edges[: edges.index(-1)] if -1 in edges else edges
 
 

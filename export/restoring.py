@@ -81,8 +81,8 @@ def _restore_mch(state: State, config: Any, collision: Any) -> MapSource:
     """Each training rank's segment as TorchRec's own module of that rank."""
     rows = config.num_embeddings
     prefix = f"_managed_collision_modules.{config.name}."
-    raw_ids = read_whole(state, _require(state, prefix + "_mch_sorted_raw_ids", (rows,)))
-    mapping = read_whole(state, _require(state, prefix + "_mch_remapped_ids_mapping", (rows,)))
+    raw_ids = _read_integers(state, _require(state, prefix + "_mch_sorted_raw_ids", (rows,)))
+    mapping = _read_integers(state, _require(state, prefix + "_mch_remapped_ids_mapping", (rows,)))
     segments = find_name(state, prefix + "_output_segments_tensor")
     edges = [0, rows] if segments is None else segments_of(read_whole(state, segments))
     if edges[:1] != [0] or edges[-1] != rows or any(start >= stop for start, stop in itertools.pairwise(edges)):
@@ -111,6 +111,10 @@ def _restore_mpzch(state: State, config: Any, collision: Any) -> MapSource:
     identities = read_whole(state, name)
     edges = collision._output_segments
     starts = sorted({chunk.offsets[0] for chunk in state.chunks(name)} | {0, rows})
+    if inside := sorted(set(starts) - set(edges)):
+        raise ExportError(
+            f"{state.place}: {name}: chunks begin inside of buckets, at rows {inside[:5]}; save it in whole buckets"
+        )
     pieces = []
     for start, stop in itertools.pairwise(starts):
         piece = collision.rebuild_with_output_id_range((start, stop), edges, device=torch.device("cpu"))
@@ -118,6 +122,13 @@ def _restore_mpzch(state: State, config: Any, collision: Any) -> MapSource:
             piece._hash_zch_identities.copy_(identities[start:stop])
         pieces.append(piece_of(piece.eval()))
     return read_map(config.name, pieces, buckets_of(collision, edges))
+
+
+def _read_integers(state: State, name: str) -> torch.Tensor:
+    whole = read_whole(state, name)
+    if whole.is_floating_point() or whole.is_complex() or whole.dtype == torch.bool:
+        raise ExportError(f"{state.place}: {name}: holds {whole.dtype}; a map is made of INT64: save it again")
+    return whole
 
 
 def _require(state: State, suffix: str, shape: tuple[int, ...]) -> str:

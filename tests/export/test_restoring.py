@@ -15,7 +15,13 @@ from export.errors import ExportError
 from export.reading import read_collection
 from export.restoring import restore_collection
 from tests.export.reader import served
-from tests.modules import managed_collection, map_of, plain_collection
+from tests.modules import (
+    hash_zch_collection,
+    managed_collection,
+    map_of,
+    plain_collection,
+    untrained_collection,
+)
 
 TRAINED = plain_collection()
 
@@ -27,10 +33,10 @@ def _one_rank():
     dist.destroy_process_group()
 
 
-def two_shards(weight):
-    """A ShardedTensor of two row shards, both on this rank."""
-    half = weight.shape[0] // 2
-    parts = [(0, weight[:half]), (half, weight[half:])]
+def two_shards(weight, first=None):
+    """A ShardedTensor of two row shards, both on this rank; the first has ``first`` rows, or half of them."""
+    first = weight.shape[0] // 2 if first is None else first
+    parts = [(0, weight[:first]), (first, weight[first:])]
     shards = [Shard.from_tensor_and_offsets(part.detach().clone(), [start, 0], rank=0) for start, part in parts]
     return init_from_local_shards(shards, *weight.shape)
 
@@ -87,6 +93,48 @@ def test_a_module_whose_parameters_are_dtensors_is_read_like_another():
         embedding.weight = torch.nn.Parameter(KINDS["DTensor"](embedding.weight))
     for table in read_collection(module).tables:
         assert torch.equal(table.numbers.read(0, table.rows), TRAINED.embeddings[table.name].weight)
+
+
+def refuse_map(changed, message):
+    """A module's state with some of the user table's map changed is refused, in a line that says so."""
+    module = managed_collection()
+    prefix = "_managed_collision_collection._managed_collision_modules.user."
+    state = module.state_dict()
+    state |= {prefix + name: change(state[prefix + name]) for name, change in changed.items()}
+    with pytest.raises(ExportError, match=rf"^state dict: [^\n]*user[^\n]*{message}$"):
+        restore_collection(untrained_collection(device="meta"), state)
+
+
+@pytest.mark.parametrize("edges", [[0, 5, 3, 12], [0, 12, 5, 12], [0, 6, 6, 12], [0, 0, 12], [1, 12], [0, 13], []])
+def test_segments_that_do_not_rise_to_the_last_row_are_refused(edges):
+    def segments(padded):
+        return torch.tensor(edges + [-1] * (padded.numel() - len(edges)))
+
+    refuse_map(
+        {"_output_segments_tensor": segments}, r"segments \[.*\] do not rise from 0 to its 12 rows; save it again"
+    )
+
+
+@pytest.mark.parametrize("name", ["_mch_sorted_raw_ids", "_mch_remapped_ids_mapping"])
+def test_a_map_of_other_numbers_than_integers_is_refused(name):
+    refuse_map({name: torch.Tensor.double}, r"holds torch\.float64; a map is made of INT64: save it again")
+
+
+@pytest.mark.parametrize("segments", [torch.tensor(12), torch.tensor([0.0, float("nan"), 12.0])])
+def test_segments_of_another_dimension_or_dtype_are_refused(segments):
+    refuse_map({"_output_segments_tensor": lambda _: segments}, r"segments \[.*\] do not rise .*")
+
+
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # torch's own, of its sharded tensors
+def test_chunks_of_mpzch_that_begin_inside_of_a_bucket_are_refused():
+    module = hash_zch_collection({"user": 24}, buckets=4)
+    state = module.state_dict()
+    (name,) = [name for name in state if name.endswith("user._hash_zch_identities")]
+    state[name] = two_shards(state[name], first=7)
+    message = r"chunks begin inside of buckets, at rows \[7\]; save it in whole buckets$"
+    with pytest.raises(ExportError, match=message):
+        restore_collection(module, state)
 
 
 def test_rows_of_unconsumed_evictions_are_zeros_when_asked(tmp_path):
