@@ -18,6 +18,8 @@ from export.errors import ExportError, first_sentence
 from export.mapped import MappedFile
 from export.shards import local_shards
 
+DENSE = "dense tensor"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
@@ -182,16 +184,24 @@ def _layout(file: MappedFile, offset: int, length: int, name: str) -> tuple[torc
     try:
         with FakeTensorMode():
             layout = torch.load(cast("IO[bytes]", _View(file, offset, length)), weights_only=True)
-        dense = isinstance(layout, torch.Tensor) and layout.layout is torch.strided
-        start = layout.untyped_storage()._checkpoint_offset if dense else None
+        kind = _kind(layout)
+        start = layout.untyped_storage()._checkpoint_offset if kind == DENSE else None
     except Exception as exc:  # whatever torch.load makes of a damaged item
         raise ExportError(
             f"{file.path}: {name}: cannot be read ({first_sentence(exc)}); copy the checkpoint again"
         ) from exc
     if not isinstance(start, int):
-        kind = layout.layout if isinstance(layout, torch.Tensor) else type(layout).__name__
-        raise ExportError(f"{file.path}: {name}: holds a {kind}, not a dense tensor as torch.save stores one")
+        raise ExportError(f"{file.path}: {name}: holds a {kind}, not a {DENSE} as torch.save stores one")
     return layout, start
+
+
+def _kind(item: object) -> str:
+    """What a stored item is; ``DENSE`` where its bytes are its numbers."""
+    if not isinstance(item, torch.Tensor):
+        return type(item).__name__
+    if item.layout is not torch.strided:
+        return f"{item.layout} tensor"
+    return "negated or conjugated view" if item.is_neg() or item.is_conj() else DENSE
 
 
 class _View(io.RawIOBase):

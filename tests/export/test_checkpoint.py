@@ -196,7 +196,8 @@ def replace_item(checkpoint, name, value):
     ("item", "message"),
     [
         (lambda weight: {"weight": weight}, "holds a dict, not a dense tensor as torch.save stores one"),
-        (torch.Tensor.to_sparse, r"holds a torch\.sparse_coo, not a dense tensor"),
+        (torch.Tensor.to_sparse, r"holds a torch\.sparse_coo tensor, not a dense tensor"),
+        (lambda weight: torch.complex(weight, weight).conj().imag, "holds a negated or conjugated view, not a dense"),
         (
             lambda weight: torch.quantize_per_tensor(weight, 0.1, 0, torch.quint8),
             r"cannot be read \(NotImplementedError: .*backend\); copy",
