@@ -172,7 +172,8 @@ def verify(  # noqa: PLR0917  typer calls it by keyword
 ) -> None:
     """Prove that a published version is whole and answers as the module does.
 
-    Compares the checksum of every file, then every row, and ids of every kind, bit by bit.
+    Compares the checksum of every file, then every row and ids of every kind: bit by bit in fp32, within the bound that
+    the manifest states otherwise.
 
     [bold]Example[/bold]: kjtserve verify repo --against training.model:build --name clicks
     """
@@ -194,9 +195,10 @@ def verify(  # noqa: PLR0917  typer calls it by keyword
             evicted=evicted,
             on_progress=on_progress,
         )
+    how = f"numbers within ±{report.max_error:.2g}" if report.max_error else "bit by bit"
     Console().print(
         f"{repo}: {report.collection} version {report.version} is whole and answers as {against} does: "
-        f"{report.files} files ({human_bytes(report.bytes)}), {report.ids:,} ids compared",
+        f"{report.files} files ({human_bytes(report.bytes)}), {report.ids:,} ids compared, {how}",
         markup=False,
         highlight=False,
         soft_wrap=True,

@@ -45,6 +45,8 @@ class VerifyReport:
     bytes: int
     ids: int
     """Ids whose answers were compared."""
+    max_error: float
+    """Bound on the error of any number, as the manifest states it; 0: all were compared bit by bit."""
 
 
 def export_collection(
@@ -265,6 +267,7 @@ def verify_version(
         files=len(manifest.files),
         bytes=sum(file.size_bytes for file in manifest.files),
         ids=ids,
+        max_error=max(entry.max_error for shard in manifest.shards for entry in shard.tables),
     )
 
 

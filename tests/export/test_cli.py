@@ -127,12 +127,16 @@ def test_help_teaches_by_example(kjtserve, command):
     assert f"Example: kjtserve {command} " in " ".join(out.split())
 
 
-def test_verify_says_what_it_compared(kjtserve):
-    kjtserve("export", "training_job:managed", "--out", "repo", "--name", "clicks")
+@pytest.mark.parametrize(
+    ("row_dtype", "how"), [("fp32", "bit by bit"), ("fp16", r"numbers within ±[\d.e-]+"), ("int8", r"numbers within ±")]
+)
+def test_verify_says_what_it_compared_and_how(kjtserve, row_dtype, how):
+    kjtserve("export", "training_job:managed", "--out", "repo", "--name", "clicks", "--row-dtype", row_dtype)
     status, out, err = kjtserve("verify", "repo", "--against", "training_job:managed")
     assert (status, err) == (0, "")
     assert re.search(
-        r"clicks version 1 is whole and answers as training_job:managed does: 5 files .*, [\d,]+ ids compared", out
+        rf"clicks version 1 is whole and answers as training_job:managed does: 5 files .*, [\d,]+ ids compared, {how}",
+        out,
     )
 
 
