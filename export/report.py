@@ -12,6 +12,11 @@ from rich.text import Text
 
 from export.contract import Manifest, Routing, RowDtype, Shard, Table
 
+_MANAGED_ROWS = (
+    "A managed table has on each shard its share of the rows and a copy of the row for unknown ids; "
+    "these need not add up to its rows."
+)
+
 
 def describe_version(manifest: Manifest, published: list[int]) -> RenderableType:
     """A version for reading: where its tables lie, how full their maps are, and how large its shards."""
@@ -24,7 +29,9 @@ def describe_tables(manifest: Manifest) -> Grid:
 
     ``dtype`` comes with the bound on the error of a number.
     """
-    grid = Grid("table", "features", "routing", "dtype", Column("rows", justify="right"), "shard: rows")
+    caption = _MANAGED_ROWS if any(table.managed for table in manifest.tables) else None
+    columns = ("table", "features", "routing", "dtype", Column("rows", justify="right"), "shard: rows")
+    grid = Grid(*columns, caption=caption, caption_justify="left")
     for table in manifest.tables:
         held = [f"{shard.index}: {rows}" for shard in manifest.shards if (rows := _held(table, shard))]
         cells = (table.name, ", ".join(table.embedding_names), table.routing.value, _dtype(manifest, table))

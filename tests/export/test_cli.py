@@ -183,6 +183,14 @@ def test_inspect_shows_columns_devices_runtime_and_the_bound_on_errors(kjtserve,
     assert "mch" not in out
 
 
+def test_inspect_says_why_the_rows_of_a_managed_table_do_not_add_up(kjtserve):
+    why = "has on each shard its share of the rows and a copy of the row for unknown ids"
+    kjtserve("export", "training_job:managed", "--out", "repo", "--name", "clicks", "--shards", 3)
+    kjtserve("export", "training_job:ready", "--out", "repo", "--name", "ids", "--shards", 3)
+    assert why in " ".join(kjtserve("inspect", "repo", "--name", "clicks")[1].split())
+    assert why not in " ".join(kjtserve("inspect", "repo", "--name", "ids")[1].split())
+
+
 def test_inspect_as_json_is_the_manifests(kjtserve, tmp_path):
     for _ in range(2):
         kjtserve("export", "training_job:ready", "--out", "repo", "--name", "ids")
