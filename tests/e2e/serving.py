@@ -16,6 +16,16 @@ import psutil
 
 KJTSERVE = Path(sys.executable).parent / "kjtserve"
 
+PR_SET_PDEATHSIG = 1
+_RUN = f"""
+import ctypes, os, sys
+ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, {int(signal.SIGTERM)})
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+END_WITH_PARENT = (sys.executable, "-I", "-S", "-c", _RUN)
+"""Runs a command that is told to end when the tests are killed. A program of its own, as a fork of this process with
+its threads should run no Python."""
+
 
 def until(condition: Callable[[], object], timeout_s: float, what: str):
     """The first true result of ``condition``; fails with ``what`` when none comes in time."""
@@ -93,10 +103,11 @@ class Serving:
 def launch(
     repo: Path, log_path: Path, *arguments: str, env: dict[str, str] | None = None, command: Sequence[str] = ()
 ) -> Iterator[Serving]:
-    """Start it, and end whatever is left of it when the test is over."""
+    """Start it, and end whatever is left of it when the test is over, or when the tests are killed."""
+    usual = [str(KJTSERVE), "serve", str(repo), "--http-port", "0", "--grpc-port", "0", *arguments]
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            list(command) or [str(KJTSERVE), "serve", str(repo), "--http-port", "0", "--grpc-port", "0", *arguments],
+            [*END_WITH_PARENT, *(command or usual)],
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, "KJTSERVE_PROBE_INTERVAL_S": "0.2", **(env or {})},
