@@ -4,13 +4,14 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 from export import export_collection
-from tests.e2e.serving import KJTSERVE, launch, serve, until
+from tests.e2e.serving import END_WITH_PARENT, KJTSERVE, command_of, launch, serve, until
 from tests.modules import plain_collection
 
 pytestmark = pytest.mark.e2e
@@ -64,6 +65,18 @@ def test_killed_outright_it_leaves_no_process_behind(repo, tmp_path):
     until(
         lambda: not [name for name in shared if (Path("/dev/shm") / name).exists()], 10, "shared memory is given back"
     )
+
+
+def test_what_the_tests_start_ends_when_they_are_killed():
+    code = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *END_WITH_PARENT, "/bin/sleep", "600"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as parent:  # fmt: skip
+        child = psutil.Process(int(parent.stdout.readline()))
+        until(lambda: command_of(child)[:1] == ["/bin/sleep"], 30, "the wrapper runs its command")
+        parent.kill()
+    until(lambda: command_of(child) == [], 10, "the command ends")
 
 
 def test_with_shards_of_another_server_it_starts_no_triton(repo, tmp_path):
