@@ -179,4 +179,6 @@ def _fault(error: Mapping[str, Any]) -> str:
         return f"{field}: {error['input']!r}: use cpu or cuda:N"
     if error["type"] == "int_type":
         return f"{field}: {error['input']!r}: use a whole number"
+    if (field, error["type"]) == ("shards", "missing"):
+        return "shards: missing; write how many there are, shards: 2"
     return f"{field}: {error['msg'].removeprefix('Value error, ')}"

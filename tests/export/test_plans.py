@@ -64,7 +64,7 @@ SIZES = r"write a size for each shard, \[4, 3, 3\], or \[shard, size\] in order"
         ("shards: '2'", "shards: '2': use a whole number"),
         ("shards: 2.0", r"shards: 2\.0: use a whole number"),
         ("shards: 2\ntables: {user: {shard: true}}", "tables.user.shard: True: use a whole number"),
-        ("tables: {}", "shards: Field required"),
+        ("tables: {}", "shards: missing; write how many there are, shards: 2"),
         ("[1, 2]", "plan: .*"),
         ("shards: [", "not YAML"),
         ("shards: 2\nshard: 3", "shard: Extra inputs"),
