@@ -183,7 +183,7 @@ async def _start_triton(
     models = {model: [version.base] for version in served for model in version.models_S}
     triton = TritonServer(repo, models, start_timeout_s=START_S + START_S_PER_MODEL * len(models))
     stack.push_async_callback(triton.stop)
-    log.info("triton_starting", models=len(models), collections=[version.collection for version in served])
+    log.info("triton_starting", models=len(models), versions={each.collection: each.version for each in served})
     await triton.start()
     log.info("triton_ready", grpc=triton.grpc_address, metrics=triton.metrics_url, log=str(triton.log_path))
     _spawn(stack, triton.watch(), broken)

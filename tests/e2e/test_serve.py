@@ -46,6 +46,7 @@ def test_a_signal_ends_every_child_and_exits_0(number, repo, tmp_path):
 def test_a_signal_while_triton_is_coming_up_ends_everything_too(repo, tmp_path):
     with launch(repo, tmp_path / "log") as starting:
         until(lambda: any(c.name() == "tritonserver" for c in starting.children()), 60, "triton starts")
+        assert starting.events("triton_starting")[0]["versions"] == {"small": 1}
         children = starting.children()
         starting.process.send_signal(signal.SIGTERM)
         assert starting.process.wait(30) == 0, starting.log()
