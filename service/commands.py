@@ -10,6 +10,14 @@ from typing import Annotated
 import typer
 
 
+def _print_settings(wanted: bool) -> None:
+    if wanted:
+        from service.settings import describe_settings
+
+        typer.echo(describe_settings())
+        raise typer.Exit
+
+
 def serve(
     repo: Annotated[Path, typer.Argument(metavar="REPO", help="Model repository that `kjtserve export` wrote.")],
     http_port: Annotated[
@@ -26,16 +34,24 @@ def serve(
             "Without it, a Triton is started here, on free loopback ports.",
         ),
     ] = None,
+    settings: Annotated[  # noqa: ARG001  its callback ends the command
+        bool,
+        typer.Option(
+            "--settings",
+            is_eager=True,
+            callback=_print_settings,
+            help="Print every setting with its default, and exit.",
+        ),
+    ] = False,
 ) -> None:
-    """Serve every collection of REPO over HTTP and gRPC (KServe v2) until SIGTERM or Ctrl-C.
+    """Serve the newest version of every collection of REPO over HTTP and gRPC (KServe v2) until SIGTERM or Ctrl-C.
 
-    Every other setting is an environment variable KJTSERVE_…, see service/settings.py.
+    Every other setting is an environment variable KJTSERVE_…; --settings lists them.
     """
     from service.server import read_settings, run_server
 
-    settings = read_settings(http_port=http_port, grpc_port=grpc_port)
     addresses = None if shards is None else _read_addresses(shards)
-    asyncio.run(run_server(repo, settings, shards=addresses))
+    asyncio.run(run_server(repo, read_settings(http_port=http_port, grpc_port=grpc_port), shards=addresses))
 
 
 def lookup(

@@ -1,17 +1,19 @@
 """Owns every knob of the front tier and its defaults; read once by the composition root, passed by constructor."""
 
+import textwrap
 from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 MIB = 1 << 20
+PREFIX = "KJTSERVE_"
 
 
 class Settings(BaseSettings):
     """Front tier settings; each is also the environment variable ``KJTSERVE_<NAME>``."""
 
-    model_config = SettingsConfigDict(env_prefix="KJTSERVE_", frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     host: str = "127.0.0.1"
     """Address that both listeners bind; a container sets 0.0.0.0."""
@@ -56,4 +58,16 @@ class Settings(BaseSettings):
     log_json: bool = True
     """JSON lines; false: coloured text for a terminal."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """How much is said."""
+    """How much is said: debug, info, warning or error."""
+
+
+def describe_settings() -> str:
+    """Every setting for reading: the environment variable with its default, and what it means."""
+    parts = []
+    for name, field in Settings.model_fields.items():
+        default = str(field.default).lower() if isinstance(field.default, bool) else field.default
+        meaning = textwrap.fill(
+            " ".join(str(field.description).split()), 100, initial_indent="    ", subsequent_indent="    "
+        )
+        parts.append(f"{PREFIX}{name.upper()}={default}\n{meaning}")
+    return "\n".join(parts)

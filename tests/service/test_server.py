@@ -8,9 +8,11 @@ import grpc
 import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
+from typer.testing import CliRunner
 
 from export.contract import Routing, Runtime, UserError, version_dir
 from export.contract.layout import MANIFEST_FILE
+from service.cli import build_app
 from service.listeners import listen
 from service.server import OWED_DIVISOR, _unless, read_settings, start
 from service.settings import Settings
@@ -42,6 +44,20 @@ def test_a_bad_setting_is_named_with_its_value_and_rule(monkeypatch):
     monkeypatch.setenv("KJTSERVE_MAX_BATCH_IDS", "-3")
     with pytest.raises(UserError, match=r"KJTSERVE_MAX_BATCH_IDS='-3'.*greater than 0"):
         read_settings()
+
+
+def test_serve_lists_every_setting_with_its_default_and_meaning():
+    listed = CliRunner().invoke(build_app(), ["serve", "--settings"])
+    assert listed.exit_code == 0, listed.output
+    lines = listed.output.splitlines()
+    named = [line.partition("=")[0] for line in lines if not line.startswith(" ")]
+    assert named == [f"KJTSERVE_{name.upper()}" for name in Settings.model_fields]
+    assert lines[:2] == [
+        "KJTSERVE_HOST=127.0.0.1",
+        "    Address that both listeners bind; a container sets 0.0.0.0.",
+    ]
+    assert "KJTSERVE_LOG_JSON=true" in lines
+    assert all(field.description for field in Settings.model_fields.values())
 
 
 async def test_work_that_is_overtaken_by_the_stop_signal_is_cancelled():
