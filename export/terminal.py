@@ -48,10 +48,13 @@ def show_progress() -> Iterator[Progress]:
     console.quiet = not is_first()
     log, warnings = logging.getLogger("export"), _Warnings(console)
     log.addHandler(warnings)
+    # Importing torchrec gives the root a handler, which would say everything once more.
+    propagate, log.propagate = log.propagate, False
     try:
         with _bars(console) as on_progress:
             yield on_progress
     finally:
+        log.propagate = propagate
         log.removeHandler(warnings)
 
 

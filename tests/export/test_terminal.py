@@ -1,6 +1,7 @@
 """What a long command shows while it runs."""
 
 import logging
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,18 @@ def test_the_exporters_warnings_are_lines_on_stderr_while_it_runs(capsys):
         log.info("nobody needs this")
     log.warning("too late")
     assert capsys.readouterr() == ("", "warning: table user: is [odd]\n")
+
+
+def test_a_warning_is_shown_once_whatever_handler_the_root_has(capsys):
+    handler = logging.StreamHandler(sys.stderr)
+    logging.getLogger().addHandler(handler)
+    try:
+        with show_progress():
+            logging.getLogger("export.anything").warning("table user: is odd")
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert capsys.readouterr() == ("", "warning: table user: is odd\n")
+    assert logging.getLogger("export").propagate
 
 
 def test_only_rank_0_shows_anything(capsys, monkeypatch):
