@@ -13,7 +13,7 @@ PROJECT = Path(__file__).parents[2]
 
 
 def test_the_ten_line_example_works_as_printed(clicks):
-    (block,) = re.findall(r"```python\n(.*?)```", (PROJECT / "README.md").read_text(), re.DOTALL)
+    block = re.findall(r"```python\n(.*?)```", (PROJECT / "README.md").read_text(), re.DOTALL)[0]
     assert len([line for line in block.splitlines() if line.strip() and not line.startswith("import")]) <= 10
     script = block.replace("127.0.0.1:8080", clicks[0].http)
     assert script != block
