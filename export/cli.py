@@ -117,11 +117,11 @@ def export(  # noqa: PLR0917  typer calls it by keyword
 
     shards: 3
 
-    tables: {user: {routing: hash}, item: {shard: 1}, category: {rows: [4, 3, 3]}, brand: {columns: [[0, 8], [2, 8]]},
-    country: {shards: all}, session: {routing: training}}
+    tables: {item: {shard: 1}, category: {rows: [4, 3, 3]}, brand: {columns: [[0, 8], [2, 8]]}, country: {shards: all}}
 
-    rows and columns are sizes, one for each shard, or pairs of shard and size in their order; training keeps TorchRec's
-    buckets whole. devices: cuda:0, or one for each shard.
+    rows and columns are sizes, one for each shard, or pairs of shard and size in their order. Managed-collision tables
+    have {routing: hash}, or {routing: training}, which keeps TorchRec's buckets whole. devices: cuda:0, or one for each
+    shard.
     """
     if shards is not None and plan is not None:
         raise typer.BadParameter("give --shards or --plan, not both: the plan says how many shards there are")

@@ -2,10 +2,13 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from export.contract import Routing
+from examples.modules import SampleConfig, build_managed
+from export import export_collection
+from export.contract import Routing, read_manifest
 from export.errors import ExportError
 from export.plans import Plan, TablePlan, make_plan, read_plan
 
@@ -37,11 +40,25 @@ def test_the_plan_that_the_documentation_shows_is_read_as_it_says(tmp_path):
     assert plan.tables["brand"].columns == ((1, 16), (0, 8), (1, 8))
 
 
-def test_the_plan_in_the_readme_is_one(tmp_path):
-    (block,) = re.findall(r"```yaml\n(.*?)```", (PROJECT / "README.md").read_text(), re.DOTALL)
-    plan = read_plan(write(tmp_path, block))
-    assert plan.shards == len(plan.devices) == 3
-    assert {table.chosen_routing for table in plan.tables.values()} == set(Routing)
+def test_the_plans_in_the_readme_fit_the_modules_beside_them(tmp_path, monkeypatch):
+    readme = (PROJECT / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    (factory,), (call,) = ([block for block in blocks if word in block] for word in ("def build", "export_collection"))
+    names: dict[str, Any] = {}
+    exec(factory, names)
+    monkeypatch.chdir(tmp_path)
+    exec(call, names)
+    assert read_manifest(tmp_path / "repo", "clicks", 1).num_shards == 4
+    modules = (names["build"](), build_managed(SampleConfig()))
+    plans = re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)
+    seen = set()
+    for module, plan in zip(modules, plans, strict=True):
+        manifest = export_collection(module, "repo", name="planned", plan=write(tmp_path, plan))
+        assert {table.name for table in manifest.tables} == set(read_plan(tmp_path / "plan.yaml").tables)
+        seen |= {table.routing for table in manifest.tables}
+    assert seen == set(Routing)
+    (devices,) = re.findall(r"^# (devices: .*)$", plans[0], re.MULTILINE)
+    assert len(read_plan(write(tmp_path, plans[0] + devices)).devices) == 3
 
 
 @pytest.mark.parametrize(
