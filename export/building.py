@@ -11,7 +11,7 @@ from pathlib import Path
 
 from export.assembly import VersionOrder, describe_version, write_version
 from export.check import check_version
-from export.contract import Manifest, Shard, StateFile
+from export.contract import Manifest, Shard, StateFile, Stopped, version_dir
 from export.errors import ExportError
 from export.progress import Progress
 from export.publish import choose_version, lock_collection, publish, stage
@@ -42,8 +42,9 @@ def build_version(
     Raises:
         ExportError: Anything failed on any rank. Nothing is published then, and nothing half written stays.
     """
-    with ExitStack() as stack, _disk_errors(repo):
+    with _told_if_published(repo, order.collection) as chosen, ExitStack() as stack, _disk_errors(repo):
         number, directory = team.on_first(lambda: _open_stage(stack, repo, order, version))
+        chosen.append(number)
         mine = dataclasses.replace(order, version=number)
         team.each(lambda: _check_visible(directory))
         written = team.together(
@@ -55,6 +56,18 @@ def build_version(
         configs = [render_config(shard, manifest.runtime) for shard in manifest.shards]
         team.on_first(lambda: publish(repo, directory, manifest, configs))
         return manifest
+
+
+@contextmanager
+def _told_if_published(repo: Path, collection: str) -> Iterator[list[int]]:
+    """Let a signal that came after the rename say so; the version is put in the list once it is chosen."""
+    chosen: list[int] = []
+    try:
+        yield chosen
+    except Stopped as exc:
+        if chosen and version_dir(repo, collection, chosen[0]).exists():
+            raise Stopped(f"stopped after version {chosen[0]} of {collection!r} was published, which is whole") from exc
+        raise
 
 
 @contextmanager

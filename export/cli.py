@@ -20,6 +20,7 @@ from export.contract import (
     RepositoryError,
     RowDtype,
     Runtime,
+    Stopped,
     Unknown,
     check_collection_name,
     collections,
@@ -274,11 +275,10 @@ def _collection(repo: Path, name: str | None) -> str:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end an export as any failure does, so that no half-written version stays behind on the disk."""
-    from export.errors import ExportError
+    """Let SIGTERM end an export as Ctrl-C does, so that no half-written version stays behind on the disk."""
 
     def stop(_signal: int, _frame: object) -> None:
-        raise ExportError("stopped by SIGTERM; published versions are untouched")
+        raise Stopped("stopped by SIGTERM; published versions are untouched")
 
     before = signal.signal(signal.SIGTERM, stop)
     try:

@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 import typer
 from rich.console import Console
 
-from export.contract import UserError
+from export.contract import Stopped, UserError
 
 ORDER = ("export", "delta", "verify", "inspect", "serve", "lookup", "bench")
 """The commands by the order in which a person meets them."""
@@ -47,7 +47,7 @@ def main() -> None:
         return
     try:
         build_app()()
-    except UserError as exc:
+    except (UserError, Stopped) as exc:
         _fail(str(exc))
     except KeyboardInterrupt:
         _fail("interrupted")

@@ -3,7 +3,7 @@
 A leaf: standard library and pydantic only, so that every part can import it.
 """
 
-from export.contract.errors import UserError
+from export.contract.errors import Stopped, UserError
 from export.contract.layout import (
     RepositoryError,
     check_size,
@@ -46,6 +46,7 @@ __all__ = [
     "Shard",
     "ShardTable",
     "StateFile",
+    "Stopped",
     "Table",
     "Toolchain",
     "TrainingBuckets",

@@ -9,7 +9,8 @@ import textwrap
 
 import pytest
 
-from export.contract import read_manifest
+from export.contract import read_manifest, versions
+from export.publish import publish
 from export.report import human_bytes
 from service.cli import main
 
@@ -263,3 +264,50 @@ def test_sigterm_ends_an_export_with_one_line_and_leaves_nothing(kjtserve, tmp_p
     assert (status, out, err) == (1, "", "kjtserve: stopped by SIGTERM; published versions are untouched\n")
     assert [path.name for path in (tmp_path / "repo").rglob("*")] == ["c", ".lock"]
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+STOPPED = "kjtserve: stopped by SIGTERM; published versions are untouched\n"
+
+SWALLOWS = """
+import signal
+import torch
+from tests.modules import managed_collection, plain_collection
+
+def _stopped():
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except Exception:
+        pass
+
+def _hash(ids, size):
+    _stopped()
+    return torch.remainder(ids, size)
+
+def factory():
+    _stopped()
+    return plain_collection()
+
+def traced():
+    return managed_collection(input_hash=_hash)
+"""
+
+
+@pytest.mark.parametrize("place", ["factory", "traced"])
+def test_no_handler_of_errors_takes_sigterm_for_one(kjtserve, tmp_path, monkeypatch, place):
+    (tmp_path / "swallows.py").write_text(SWALLOWS)
+    monkeypatch.delitem(sys.modules, "swallows", raising=False)
+    status, out, err = kjtserve("export", f"swallows:{place}", "--out", "repo", "--name", "c")
+    assert (status, out, err) == (1, "", STOPPED)
+    assert not (tmp_path / "repo").exists()
+
+
+def test_a_sigterm_after_the_rename_says_that_the_version_is_there(kjtserve, tmp_path, monkeypatch):
+    def publish_first(*arguments):
+        publish(*arguments)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("export.building.publish", publish_first)
+    status, out, err = kjtserve("export", "training_job:plain", "--out", "repo", "--name", "c")
+    assert (status, out) == (1, "")
+    assert err == "kjtserve: stopped after version 1 of 'c' was published, which is whole\n"
+    assert versions(tmp_path / "repo", "c") == [1]
