@@ -45,17 +45,18 @@ def choose_version(repo: Path, collection: str, version: int | None) -> int:
     """The version to write: the one asked for if it is free, else the newest plus one.
 
     Raises:
-        ExportError: It exists (versions are immutable), or is not a positive number.
+        ExportError: It exists (versions are immutable), is no number that a version can have, or no number is left above.
     """
     taken = [int(path.name) for path in (repo / collection).iterdir() if path.name.isdecimal()]
+    newest = max(taken, default=0)
     if version is None:
-        return max(taken, default=0) + 1
+        if newest >= INT64_MAX:
+            raise ExportError(f"version {newest} of {collection!r} leaves no number above it; give a free one as version")
+        return newest + 1
     check_number("version", version)
     if version in taken:
-        raise ExportError(
-            f"version {version} of {collection!r} exists and versions are immutable; "
-            f"use --version {max(taken) + 1}, or leave it out"
-        )
+        advice = f"use --version {newest + 1}, or leave it out" if newest < INT64_MAX else "use a number that is free"
+        raise ExportError(f"version {version} of {collection!r} exists and versions are immutable; {advice}")
     return version
 
 

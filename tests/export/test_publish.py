@@ -11,7 +11,7 @@ from tritonclient.grpc import model_config_pb2
 
 import export.building
 from export import export_collection, verify_version
-from export.contract import versions
+from export.contract import INT64_MAX, versions
 from export.errors import ExportError
 from export.publish import lock_collection
 from tests.modules import managed_collection, plain_collection
@@ -164,3 +164,18 @@ def test_a_directory_that_is_no_version_is_not_overwritten(tmp_path):
     with pytest.raises(ExportError, match=re.escape("version 3 of 'c' exists")):
         export_collection(plain_collection(), tmp_path, name="c", version=3)
     assert export_collection(plain_collection(), tmp_path, name="c").version == 4
+
+
+@pytest.mark.parametrize("version", [0, -1, INT64_MAX + 1, True, 1.5, "3"])
+def test_a_version_that_is_no_number_of_one_is_refused(tmp_path, version):
+    with pytest.raises(ExportError, match=re.escape(f"version {version!r}: use a whole number from 1 to {INT64_MAX}")):
+        export_collection(plain_collection(), tmp_path, name="c", version=version)
+
+
+def test_no_version_follows_the_largest_number(tmp_path):
+    export_collection(plain_collection(), tmp_path, name="c", version=INT64_MAX)
+    with pytest.raises(ExportError, match=f"version {INT64_MAX} of 'c' leaves no number above it; give a free one"):
+        export_collection(plain_collection(), tmp_path, name="c")
+    with pytest.raises(ExportError, match="exists and versions are immutable; use a number that is free"):
+        export_collection(plain_collection(), tmp_path, name="c", version=INT64_MAX)
+    assert export_collection(plain_collection(), tmp_path, name="c", version=7).version == 7
