@@ -11,7 +11,7 @@ from pathlib import Path
 from export.contract import ROUTINGS, Placement, Remap, Routing, even_row_ranges
 from export.errors import ExportError
 from export.options import check_number
-from export.plans import DEVICE, Pieces, Plan, TablePlan, read_plan
+from export.plans import DEVICE, DEVICE_RULE, Pieces, Plan, TablePlan, read_plan
 from export.sharding_plan import read_sharding_plan
 from export.source import CollectionSource, TableSource
 
@@ -33,7 +33,7 @@ def choose_plan(
         ExportError: The options contradict each other or break a rule; names the field.
     """
     if device is not None and not re.fullmatch(DEVICE, device):
-        raise ExportError(f"device {device!r}: use cpu or cuda:N")
+        raise ExportError(f"device {device!r}: {DEVICE_RULE}")
     if plan is None:
         if num_shards is not None:
             check_number("num_shards", num_shards)

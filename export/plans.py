@@ -68,7 +68,8 @@ def _is_count(value: object) -> bool:
 Cut = Annotated[tuple[int, ...] | Pieces, BeforeValidator(_check_cut)]
 """Sizes, one for each shard, or pieces."""
 
-DEVICE = r"^(cpu|cuda:[0-9]+)$"
+DEVICE = r"^(cpu|cuda:(0|[1-9][0-9]{0,3}))$"
+DEVICE_RULE = "use cpu or cuda:N, N from 0 to 9999"
 Device = Annotated[str, Field(pattern=DEVICE)]
 
 
@@ -176,7 +177,7 @@ def make_plan(document: object, place: str = "plan") -> Plan:
 def _fault(error: Mapping[str, Any]) -> str:
     field = ".".join(map(str, error["loc"])) or "plan"
     if field.startswith("devices.") and error["type"] == "string_pattern_mismatch":
-        return f"{field}: {error['input']!r}: use cpu or cuda:N"
+        return f"{field}: {error['input']!r}: {DEVICE_RULE}"
     if error["type"] == "int_type":
         return f"{field}: {error['input']!r}: use a whole number"
     if (field, error["type"]) == ("shards", "missing"):

@@ -51,7 +51,9 @@ def choose_version(repo: Path, collection: str, version: int | None) -> int:
     newest = max(taken, default=0)
     if version is None:
         if newest >= INT64_MAX:
-            raise ExportError(f"version {newest} of {collection!r} leaves no number above it; give a free one as version")
+            raise ExportError(
+                f"version {newest} of {collection!r} leaves no number above it; give a free one as version"
+            )
         return newest + 1
     check_number("version", version)
     if version in taken:

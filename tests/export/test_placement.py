@@ -172,6 +172,7 @@ def test_a_device_overrides_the_plans_own():
         ({"num_shards": 2, "plan": Plan(shards=2)}, "num_shards and plan were both given"),
         ({"plan": 3}, "plan: int is not read; give the path of a plan.yaml or an EmbeddingModuleShardingPlan"),
         ({"num_shards": 2, "device": "gpu"}, "device 'gpu': use cpu or cuda:N"),
+        ({"device": "cuda:10000"}, "device 'cuda:10000': use cpu or cuda:N, N from 0 to 9999"),
     ],
 )
 def test_options_that_make_no_plan_are_refused(options, message):

@@ -87,6 +87,8 @@ SIZES = r"write a size for each shard, \[4, 3, 3\], or \[shard, size\] in order"
         ("shards: 2\nshard: 3", "shard: Extra inputs"),
         ("shards: 2\ndevices: [cpu]", "plan: devices names 1, there are 2 shards"),
         ("shards: 2\ndevices: cuda", "devices.0: 'cuda': use cpu or cuda:N"),
+        ("shards: 2\ndevices: cuda:99999999999999999999", "devices.0: 'cuda:9+': use cpu or cuda:N, N from 0 to 9999"),
+        ("shards: 2\ndevices: [cpu, cuda:01]", "devices.1: 'cuda:01': use cpu or cuda:N"),
         ("shards: 2\ndevices: [cpu, gpu:0]", "devices.1: 'gpu:0': use cpu or cuda:N"),
         ("shards: 2\ntables: {user: {routing: table}}", "tables.user: routing 'table' needs 'shard'"),
         ("shards: 2\ntables: {user: {routing: columns}}", "tables.user: routing 'columns' needs 'columns'"),
