@@ -95,7 +95,19 @@ def check_config(config: Any) -> tuple[str, ...]:
     features = tuple(config.feature_names)
     if len(set(features)) != len(features):
         raise ExportError(f"table {config.name}: features {list(features)} name one twice; list each feature once")
+    for name in (config.name, *features):
+        if not _is_text(name):
+            raise ExportError(f"table {config.name!r}: the name {name!r} has no UTF-8 form; rename it")
     return features
+
+
+def _is_text(name: str) -> bool:
+    """Python has strings, with a surrogate alone in them, that no manifest and no request can carry."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read_table(

@@ -1,6 +1,7 @@
 """What the exporter reads off a module, and what it refuses, naming the table."""
 
 import random
+import re
 
 import pytest
 import torch
@@ -289,4 +290,12 @@ def test_two_features_whose_outputs_would_have_one_name_are_refused():
         ExportError,
         match="feature 'a@u' of table t and feature 'a' of table u both have the embedding name 'a@u'; rename a feature",
     ):
+        read_collection(module)
+
+
+@pytest.mark.parametrize(("table", "feature"), [("user", "a\ud800"), ("\udcff", "a")])
+def test_a_name_that_no_manifest_can_carry_is_refused(table, feature):
+    module = plain_collection({table: 4}, {table: [feature]})
+    bad = feature if table == "user" else table
+    with pytest.raises(ExportError, match=re.escape(f"table {table!r}: the name {bad!r} has no UTF-8 form; rename it")):
         read_collection(module)
