@@ -129,7 +129,7 @@ def export(  # noqa: PLR0917  typer calls it by keyword
     _check_target(module)
     from export.report import describe_shards, describe_tables
 
-    with _ended_by_sigterm(), show_progress() as on_progress:
+    with show_progress() as show, _ended_by_sigterm(show) as on_progress:
         on_progress("loading torch and torchrec", 0, 1)
         from export.collection import export_collection
         from export.team import join_team
@@ -274,14 +274,30 @@ def _collection(repo: Path, name: str | None) -> str:
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end an export as Ctrl-C does, so that no half-written version stays behind on the disk."""
+def _ended_by_sigterm(show: Progress) -> Iterator[Progress]:
+    """Let SIGTERM end an export as Ctrl-C does, so that no half-written version stays behind on the disk.
+
+    What is given shows a step. It raises again if SIGTERM came and was lost: C code that imports Python modules, as torch
+    does, may drop an exception of any kind.
+    """
+    came = False
 
     def stop(_signal: int, _frame: object) -> None:
-        raise Stopped("stopped by SIGTERM; published versions are untouched")
+        nonlocal came
+        came = True
+        raise _stopped()
+
+    def on_progress(step: str, done: int, total: int) -> None:
+        if came:
+            raise _stopped()
+        show(step, done, total)
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
-        yield
+        yield on_progress
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _stopped() -> Stopped:
+    return Stopped("stopped by SIGTERM; published versions are untouched")

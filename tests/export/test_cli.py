@@ -287,13 +287,20 @@ def factory():
     _stopped()
     return plain_collection()
 
+def everything():
+    try:
+        _stopped()
+    except BaseException:
+        pass
+    return plain_collection()
+
 def traced():
     return managed_collection(input_hash=_hash)
 """
 
 
-@pytest.mark.parametrize("place", ["factory", "traced"])
-def test_no_handler_of_errors_takes_sigterm_for_one(kjtserve, tmp_path, monkeypatch, place):
+@pytest.mark.parametrize("place", ["factory", "everything", "traced"])
+def test_no_handler_of_errors_keeps_sigterm_to_itself(kjtserve, tmp_path, monkeypatch, place):
     (tmp_path / "swallows.py").write_text(SWALLOWS)
     monkeypatch.delitem(sys.modules, "swallows", raising=False)
     status, out, err = kjtserve("export", f"swallows:{place}", "--out", "repo", "--name", "c")
