@@ -33,15 +33,17 @@ def build_version(
 
     Args:
         repo: The model repository; the ranks of a team share its file system.
-        order: What to build. Ranks may hold different rows, but of one collection with one plan.
+        order: What to build. Ranks may hold different rows, but of one collection with one plan and the same options.
         version: A number that is not taken; None: the newest plus one.
         team: Who builds it.
         shards: Which shards this rank writes and checks; over the team each one once.
         on_progress: Told (step, done, of how many).
 
     Raises:
-        ExportError: Anything failed on any rank. Nothing is published then, and nothing half written stays.
+        ExportError: Anything failed on any rank, or they want different things. Nothing is published then, and nothing
+            half written stays.
     """
+    _check_same_options(team, order, version)
     with _told_if_published(repo, order.collection) as chosen, ExitStack() as stack, _disk_errors(repo):
         number, directory = team.on_first(lambda: _open_stage(stack, repo, order, version))
         chosen.append(number)
@@ -56,6 +58,27 @@ def build_version(
         configs = [render_config(shard, manifest.runtime) for shard in manifest.shards]
         team.on_first(lambda: publish(repo, directory, manifest, configs))
         return manifest
+
+
+def _check_same_options(team: Team, order: VersionOrder, version: int | None) -> None:
+    """Hold what the ranks were asked for against each other, before the first of them writes."""
+    asked: dict[str, object] = {
+        "name": order.collection,
+        "version": version,
+        "num_shards": order.num_shards,
+        "unknown": [table.unknown.value for table in order.tables],
+        "out_of_range": order.out_of_range.value,
+        "row_dtype": order.row_dtype.value,
+        "runtime": order.runtime.value,
+    }
+    by_rank = team.together(lambda: asked)
+    for field in asked:
+        for rank, other in enumerate(by_rank):
+            if other[field] != by_rank[0][field]:
+                raise ExportError(
+                    f"{field}: rank 0 was given {by_rank[0][field]!r} and rank {rank} {other[field]!r}; give every rank "
+                    "the same"
+                )
 
 
 @contextmanager
