@@ -68,6 +68,9 @@ def _is_count(value: object) -> bool:
 Cut = Annotated[tuple[int, ...] | Pieces, BeforeValidator(_check_cut)]
 """Sizes, one for each shard, or pieces."""
 
+Whole = Annotated[int, Field(ge=0, strict=True)]
+"""A number, and not ``true`` or text that could be read as one."""
+
 DEVICE = r"^(cpu|cuda:(0|[1-9][0-9]{0,3}))$"
 DEVICE_RULE = "use cpu or cuda:N, N from 0 to 9999"
 Device = Annotated[str, Field(pattern=DEVICE)]
@@ -84,14 +87,14 @@ class TablePlan(Strict):
 
     routing: Routing | None = None
     """None: what the option that is given means, or the default of the table's kind."""
-    shard: Count | None = None
+    shard: Whole | None = None
     """``table``: the shard that holds it."""
     rows: Cut | None = None
     """``rows`` and ``training``: rows on each shard, 0 allowed. None: even ranges as TorchRec's row-wise sharding cuts
     them, or training's buckets spread evenly."""
     columns: Cut | None = None
     """``columns``: columns on each shard."""
-    shards: tuple[Count, ...] | Literal["all"] | None = None
+    shards: tuple[Whole, ...] | Literal["all"] | None = None
     """``replicated``: the shards that hold a copy. None: all."""
 
     @property

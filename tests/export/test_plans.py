@@ -76,6 +76,9 @@ SIZES = r"write a size for each shard, \[4, 3, 3\], or \[shard, size\] in order"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("shards: true", "shards: True: use a whole number"),
+        ("shards: '2'", "shards: '2': use a whole number"),
+        ("shards: 2\ntables: {user: {shard: true}}", "tables.user.shard: True: use a whole number"),
         ("shards: 0", "shards: .*greater than or equal to 1"),
         ("shards: true", "shards: True: use a whole number"),
         ("shards: '2'", "shards: '2': use a whole number"),
