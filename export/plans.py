@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
-import yaml
 from pydantic import (
     BeforeValidator,
     ConfigDict,
@@ -34,6 +33,7 @@ from pydantic import (
 from export.contract import Routing
 from export.contract.terms import Strict
 from export.errors import ExportError
+from export.strict_yaml import load_strict
 
 Pieces = tuple[tuple[int, int], ...]
 """(shard, size) in the order of the rows or columns."""
@@ -151,16 +151,16 @@ def read_plan(path: Path) -> Plan:
     """Read plan.yaml.
 
     Raises:
-        ExportError: It cannot be read, is not YAML, or breaks a rule; names the field.
+        ExportError: It cannot be read, is not YAML, gives a key twice, or breaks a rule; names the field.
     """
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = load_strict(path.read_text(encoding="utf-8"))
     except OSError as exc:
         raise ExportError(f"plan {path}: {exc.strerror}") from exc
     except UnicodeDecodeError as exc:
         raise ExportError(f"plan {path}: not UTF-8 text") from exc
-    except yaml.YAMLError as exc:
-        raise ExportError(f"plan {path}: not YAML: {' '.join(str(exc).split())}") from exc
+    except ValueError as exc:
+        raise ExportError(f"plan {path}: not YAML as a plan has it: {exc}") from exc
     return make_plan(document, f"plan {path}")
 
 

@@ -145,3 +145,28 @@ def test_a_plan_is_the_same_made_in_python_or_read():
     assert make_plan({"shards": 2, "tables": {"user": {"rows": [[1, 4], [0, 6]]}}}) == Plan(
         shards=2, tables={"user": TablePlan(rows=((1, 4), (0, 6)))}
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "shards: 2\ntables:\n  user: {shard: 0}\n  user: {shard: 1}\n",
+            "key 'user' is given twice; keep one .* line 4",
+        ),
+        ("shards: 2\nshards: 3\n", "key 'shards' is given twice; keep one .* line 2"),
+        ("shards: &few 2\n", "anchor or alias 'few'; write the value out .* line 1"),
+        ("a: [0]\nb: *few\n", "anchor or alias 'few'; write the value out .* line 2"),
+        ("shards: 2024-13-45", "month must be in 1..12"),
+        ("[" * 5000, "nested too deeply"),
+    ],
+)
+def test_a_plan_says_each_thing_once(tmp_path, text, message):
+    with pytest.raises(ExportError, match=f"not YAML as a plan has it: {message}"):
+        read_plan(write(tmp_path, text))
+
+
+def test_a_plan_of_few_aliases_and_billions_of_values_is_refused_at_once(tmp_path):
+    lines = ["a0: &a0 [1]", *(f"a{at}: &a{at} [{', '.join([f'*a{at - 1}'] * 9)}]" for at in range(1, 12))]
+    with pytest.raises(ExportError, match="anchor or alias 'a0'"):
+        read_plan(write(tmp_path, "\n".join(lines)))
