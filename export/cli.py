@@ -83,8 +83,8 @@ def export(  # noqa: PLR0917  typer calls it by keyword
     row_dtype: Annotated[
         RowDtype,
         typer.Option(
-            help="How shards store rows: the trainer's own numbers, or half or a quarter of the bytes, with a bound on the "
-            "error in the manifest."
+            help="How shards store rows: the trainer's own numbers, or in half of the bytes, or in a quarter and 8 bytes for "
+            "each row, with a bound on the error in the manifest."
         ),
     ] = RowDtype.FP32,
     runtime: Annotated[

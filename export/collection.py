@@ -25,6 +25,7 @@ from export.progress import Progress, silent
 from export.published import check_files, find_version
 from export.reading import read_collection
 from export.restoring import restore_collection
+from export.row_units import check_units
 from export.sharded import read_sharded, sharding_plan_of
 from export.sharding_plan import read_sharding_plan
 from export.skew import warn_of_skew
@@ -214,6 +215,8 @@ def _order(
     tables = _place(source, cut, _choice(Unknown, "unknown", unknown))
     range_rule = _choice(OutOfRange, "out_of_range", out_of_range)
     _check_options(source, tables, range_rule)
+    stored_as = _choice(RowDtype, "row_dtype", row_dtype)
+    check_units(tables, stored_as)
     warn_of_skew(tables, cut.shards)
     return VersionOrder(
         collection=checked_name,
@@ -222,7 +225,7 @@ def _order(
         tables=tables,
         input_hashes=trace_input_hashes(source),
         out_of_range=range_rule,
-        row_dtype=_choice(RowDtype, "row_dtype", row_dtype),
+        row_dtype=stored_as,
         runtime=_choice(Runtime, "runtime", runtime),
         devices=cut.devices,
     )

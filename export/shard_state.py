@@ -3,7 +3,6 @@
 Must not read rows (``export.stored_rows``) or decide where a table lies (``export.placement``).
 """
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -13,6 +12,7 @@ from export.mch_state import MchTable, build_mch_tensors, cut_mch
 from export.mpzch_state import MpzchTable, build_mpzch_tensors, cut_mpzch
 from export.programs import ProgramKind, RemapKind
 from export.remaps import BUCKET_STATE
+from export.row_units import unit_of
 from export.state import PlacedTable, ShardState, ready
 from export.stored_rows import RowBlock, row_tensors
 
@@ -38,7 +38,7 @@ def build_state(
 def _build_plain(shard: int, tables: Sequence[PlacedTable], dim: int, row_dtype: RowDtype) -> ShardState:
     """Row ranges of tables, one or several units wide; an id that has no row gets the zeros in front."""
     blocks = [_plain_block(table, shard) for table in tables]
-    width = math.gcd(*(block.width for block in blocks)) or dim
+    width = unit_of((block.width for block in blocks), dim)
     units = [block.width // width for block in blocks]
     zero_rows = max(units, default=1)
     starts = [table.pieces_on(shard)[0].row_start for table in tables]
