@@ -129,10 +129,6 @@ class Plan(Strict):
     """Where each shard's state lies: ``cpu`` or ``cuda:N``, one for each shard, or one for all. None: the CPU."""
     tables: dict[str, TablePlan] = Field(default_factory=dict)
 
-    def device_of(self, shard: int) -> str:
-        """Where a shard's state lies."""
-        return self.devices[shard] if self.devices else "cpu"
-
     @field_validator("devices", mode="before")
     @classmethod
     def _one_for_all(cls, value: object, info: ValidationInfo) -> object:
