@@ -16,6 +16,7 @@ def test_each_exporter_may_hold_the_table_and_a_fifth_of_it_and_write_each_row_o
     measured = {each.subject: each for each in ranks._report(ranks.ROWS, taken)}
     assert measured["peak RSS of rank 0"].met is True
     assert measured["peak RSS of rank 1"].met is False
+    assert measured["peak RSS of rank 0 by the rows it writes"].value == pytest.approx(2.4, abs=0.001)
     assert measured["bytes written"].value == 4096
     assert measured["bytes written"].met is True
     twice = {each.subject: each for each in ranks._report(ranks.ROWS, [figures(1, 4096), figures(1, 4096)])}
