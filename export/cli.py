@@ -131,8 +131,9 @@ def export(  # noqa: PLR0917  typer calls it by keyword
 
     with show_progress() as show, _ended_by_sigterm(show) as on_progress:
         on_progress("loading torch and torchrec", 0, 1)
-        from export.collection import export_collection
-        from export.team import join_team
+        with _sigterm_held_back():
+            from export.collection import export_collection
+            from export.team import join_team
 
         on_progress("loading torch and torchrec", 1, 1)
         with join_team() as team:
@@ -277,8 +278,8 @@ def _collection(repo: Path, name: str | None) -> str:
 def _ended_by_sigterm(show: Progress) -> Iterator[Progress]:
     """Let SIGTERM end an export as Ctrl-C does, so that no half-written version stays behind on the disk.
 
-    What is given shows a step. It raises again if SIGTERM came and was lost: C code that imports Python modules, as torch
-    does, may drop an exception of any kind.
+    What is given shows a step. It raises again if SIGTERM came and was lost: a bare except, or C code that calls Python,
+    may drop an exception of any kind.
     """
     came = False
 
@@ -297,6 +298,16 @@ def _ended_by_sigterm(show: Progress) -> Iterator[Progress]:
         yield on_progress
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _sigterm_held_back() -> Iterator[None]:
+    """Let SIGTERM wait until this is done: torch's C code imports Python modules, and loses what they raise or aborts."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _stopped() -> Stopped:

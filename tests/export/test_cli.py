@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from types import ModuleType
 
 import pytest
 
@@ -306,6 +307,19 @@ def test_no_handler_of_errors_keeps_sigterm_to_itself(kjtserve, tmp_path, monkey
     status, out, err = kjtserve("export", f"swallows:{place}", "--out", "repo", "--name", "c")
     assert (status, out, err) == (1, "", STOPPED)
     assert not (tmp_path / "repo").exists()
+
+
+def test_a_sigterm_while_torch_is_loaded_waits_until_it_is(kjtserve, tmp_path, monkeypatch):
+    finished = []
+
+    class Collection(ModuleType):
+        def __getattr__(self, name):
+            signal.raise_signal(signal.SIGTERM)
+            finished.append(name)
+
+    monkeypatch.setitem(sys.modules, "export.collection", Collection("export.collection"))
+    assert kjtserve("export", "training_job:plain", "--out", "repo", "--name", "c") == (1, "", STOPPED)
+    assert "export_collection" in finished
 
 
 def test_a_sigterm_after_the_rename_says_that_the_version_is_there(kjtserve, tmp_path, monkeypatch):
