@@ -41,7 +41,7 @@ def build_version(
 
     Raises:
         ExportError: Anything failed on any rank, or they want different things. Nothing is published then, and nothing
-            half written stays.
+            half written stays; unless the message says that the version is published, but may not survive a power loss.
     """
     _check_same_options(team, order, version)
     with _told_if_published(repo, order.collection) as chosen, ExitStack() as stack, _disk_errors(repo):
@@ -98,7 +98,7 @@ def _disk_errors(repo: Path) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        raise ExportError(f"{exc.filename or repo}: {exc.strerror or exc}; nothing was published") from exc
+        raise ExportError(f"{exc.filename or repo}: {exc.strerror or exc}") from exc
 
 
 def _open_stage(stack: ExitStack, repo: Path, order: VersionOrder, version: int | None) -> tuple[int, Path]:

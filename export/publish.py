@@ -90,6 +90,10 @@ def publish(repo: Path, directory: Path, manifest: Manifest, configs: list[str])
         directory: What ``stage`` gave, with every file of the manifest in it.
         manifest: Written last, as the completeness marker.
         configs: config.pbtxt of each shard.
+
+    Raises:
+        ExportError: The version is visible, but the disk did not confirm it.
+        OSError: The disk failed before; nothing is visible.
     """
     write_file(directory / MANIFEST_FILE, (manifest.model_dump_json(indent=1) + "\n").encode())
     for shard in manifest.shards:
@@ -104,8 +108,14 @@ def publish(repo: Path, directory: Path, manifest: Manifest, configs: list[str])
         finally:
             if target.exists():
                 undo.pop_all()
-    _sync(target.parent)
-    _sync(repo)
+    try:
+        _sync(target.parent)
+        _sync(repo)
+    except OSError as exc:
+        raise ExportError(
+            f"{exc.filename or target}: version {manifest.version} is published, but may not survive a power loss: "
+            f"{exc.strerror or exc}; run sync, and export again under a new number if it is gone after one"
+        ) from exc
 
 
 def _place_model(model: Path, manifest: Manifest, shard: int, config: str, undo: ExitStack) -> None:

@@ -115,7 +115,7 @@ class Ranks:
             raise failure
         for rank, (_, message) in enumerate(outcomes):
             if message is not None:
-                raise ExportError(f"rank {rank}: {message}; nothing was published")
+                raise ExportError(f"rank {rank}: {message}")
         return [result for result, _ in outcomes]
 
 

@@ -1,5 +1,6 @@
 """A version appears whole or not at all, and Triton's side of the repository follows."""
 
+import errno
 import fcntl
 import re
 import subprocess
@@ -10,6 +11,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 import export.building
+import export.publish
 from export import export_collection, verify_version
 from export.contract import INT64_MAX, versions
 from export.errors import ExportError
@@ -85,7 +87,7 @@ def test_a_publication_that_fails_half_way_leaves_nothing_behind(tmp_path, with_
     (tmp_path / "c_shard_2").write_text("a file where shard 2's directory belongs")
     (tmp_path / "c").mkdir(exist_ok=True)
     before = tree(tmp_path)
-    with pytest.raises(ExportError, match=r"c_shard_2: File exists; nothing was published"):
+    with pytest.raises(ExportError, match=r"c_shard_2: File exists$"):
         export_collection(plain_collection(), tmp_path, name="c", num_shards=3)
     assert tree(tmp_path) == before
 
@@ -179,3 +181,17 @@ def test_no_version_follows_the_largest_number(tmp_path):
     with pytest.raises(ExportError, match="exists and versions are immutable; use a number that is free"):
         export_collection(plain_collection(), tmp_path, name="c", version=INT64_MAX)
     assert export_collection(plain_collection(), tmp_path, name="c", version=7).version == 7
+
+
+def test_a_version_that_the_disk_did_not_confirm_is_said_to_be_published(tmp_path, monkeypatch):
+    sync = export.publish._sync
+
+    def fail(directory):
+        if versions(tmp_path, "c"):
+            raise OSError(errno.EIO, "Input/output error", str(directory))
+        sync(directory)
+
+    monkeypatch.setattr(export.publish, "_sync", fail)
+    with pytest.raises(ExportError, match="version 1 is published, but may not survive a power loss: Input/output"):
+        export_collection(plain_collection(), tmp_path, name="c")
+    assert versions(tmp_path, "c") == [1]
