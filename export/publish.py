@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from export.contract import Manifest, StateFile, version_dir
+from export.contract import INT64_MAX, Manifest, StateFile, version_dir
 from export.contract.layout import CONFIG_FILE, MANIFEST_FILE, shard_dir
 from export.errors import ExportError
 from export.options import check_number
