@@ -1,10 +1,7 @@
 """Owns a shard's program with its state inside, as one TorchScript file: what Triton's ``pytorch_libtorch`` loads."""
 
-import errno
-import json
+import hashlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -14,28 +11,7 @@ from export.progress import Progress
 from export.state import ShardState, materialise
 from export.trace import script_embedded, trace_shard
 
-_WRITER = """
-import hashlib, json, os, signal, sys
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, signal.SIG_IGN)  # it ends when its input does
-print(flush=True)
-error, size, digest = 0, 0, hashlib.sha256()
-blocks = iter(lambda: sys.stdin.buffer.read1(1 << 20), b"")
-try:
-    with open(sys.argv[1], "xb") as file:
-        for block in blocks:
-            file.write(block)
-            digest.update(block)
-            size += len(block)
-        file.flush()
-        os.fsync(file.fileno())
-except OSError as exc:
-    error = exc.errno
-for _ in blocks:
-    pass
-print(json.dumps([error, size, digest.hexdigest()]))
-"""
-"""Takes a file on stdin; says that it listens, then its errno, size and SHA-256."""
+_BLOCK_BYTES = 8 << 20
 
 
 def write_embedded(path: Path, state: ShardState, on_progress: Progress) -> StateFile:
@@ -52,22 +28,17 @@ def write_embedded(path: Path, state: ShardState, on_progress: Progress) -> Stat
 
 
 def _save(program: torch.jit.ScriptModule, path: Path) -> StateFile:
-    """Save through a pipe to a small process (10 MB) that owns the file.
+    """Save by way of a file in memory, which takes the state's size once more.
 
-    ``torch.jit.save`` aborts this process when it cannot write a path, and takes three times the state for a file object.
-    It holds the GIL, so a thread cannot read what it writes.
+    ``torch.jit.save`` aborts the process when it cannot write a path, takes three times the state for a file object, and
+    cannot write a tensor without numbers into a pipe.
     """
-    command = [sys.executable, "-I", "-S", "-c", _WRITER, str(path)]
-    with subprocess.Popen(  # noqa: S603  our own interpreter, our own text
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-    ) as writer:
-        assert writer.stdin is not None
-        assert writer.stdout is not None
-        if writer.stdout.readline():
-            torch.jit.save(program, f"/proc/self/fd/{writer.stdin.fileno()}")
-        writer.stdin.close()
-        said = writer.stdout.read()
-    error, size, digest = json.loads(said) if said else (errno.EPIPE, 0, "")
-    if error:
-        raise OSError(error, os.strerror(error), str(path))
-    return StateFile(path=path.name, size_bytes=size, sha256=digest)
+    digest = hashlib.sha256()
+    with os.fdopen(os.memfd_create(path.name), "rb") as memory, path.open("xb") as file:
+        torch.jit.save(program, f"/proc/self/fd/{memory.fileno()}")
+        while block := memory.read(_BLOCK_BYTES):
+            file.write(block)
+            digest.update(block)
+        file.flush()
+        os.fsync(file.fileno())
+    return StateFile(path=path.name, size_bytes=path.stat().st_size, sha256=digest.hexdigest())
