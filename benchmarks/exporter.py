@@ -85,24 +85,24 @@ def _save(folder: Path, rows: int, dim: int) -> None:
 
 
 def _export(folder: Path, rows: int, dim: int) -> None:
-    team = Ranks()
-    dist.barrier()
-    start_s, before = time.perf_counter(), _written_bytes()
-    export_collection(
-        _on_meta(rows, dim),
-        folder / "repo",
-        name=COLLECTION,
-        num_shards=team.size,
-        checkpoint=checkpoint_of(folder),
-        team=team,
-    )
-    dist.barrier()
-    figures = Figures(
-        seconds=time.perf_counter() - start_s,
-        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        written_bytes=_written_bytes() - before,
-    )
-    _figures_file(folder, team.rank).write_text(json.dumps(asdict(figures)), encoding="utf-8")
+    with Ranks() as team:
+        dist.barrier()
+        start_s, before = time.perf_counter(), _written_bytes()
+        export_collection(
+            _on_meta(rows, dim),
+            folder / "repo",
+            name=COLLECTION,
+            num_shards=team.size,
+            checkpoint=checkpoint_of(folder),
+            team=team,
+        )
+        dist.barrier()
+        figures = Figures(
+            seconds=time.perf_counter() - start_s,
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            written_bytes=_written_bytes() - before,
+        )
+        _figures_file(folder, team.rank).write_text(json.dumps(asdict(figures)), encoding="utf-8")
 
 
 def _written_bytes() -> int:

@@ -92,8 +92,9 @@ def export_collection(
         checkpoint: A ``torch.distributed.checkpoint`` directory, or a state dict, that holds the numbers; the module then
             gives the configs only, and may be on the meta device. What W ranks trained is served as they answered. It does
             not say what was evicted: save it after ``evict()`` and the reset of the rows that it names.
-        team: ``export.team.Ranks()`` when every rank of a process group calls this: each writes a share of the shards,
-            into a repository on a file system that they share. None: this process does it all.
+        team: From ``with export.team.Ranks() as team`` when every rank of the default process group calls this: each
+            writes a share of the shards, into a repository on a file system that they share. None: this process does
+            it all.
         on_progress: Told (step, done, of how many).
 
     Returns:
@@ -158,19 +159,19 @@ def export_sharded(
     Raises:
         ExportError: Something failed on a rank; it is named on all of them. Nothing is published.
     """
-    team = Ranks()
-    order = team.each(
-        lambda: _order(
-            _read_sharded(module, evicted, row_dtype),
-            lambda source: read_sharding_plan(source, sharding_plan_of(module), device=device, shards=team.size),
-            name=name,
-            unknown=unknown,
-            out_of_range=out_of_range,
-            row_dtype=row_dtype,
-            runtime=runtime,
+    with Ranks() as team:
+        order = team.each(
+            lambda: _order(
+                _read_sharded(module, evicted, row_dtype),
+                lambda source: read_sharding_plan(source, sharding_plan_of(module), device=device, shards=team.size),
+                name=name,
+                unknown=unknown,
+                out_of_range=out_of_range,
+                row_dtype=row_dtype,
+                runtime=runtime,
+            )
         )
-    )
-    return build_version(Path(repo), order, version, team=team, shards=[team.rank], on_progress=on_progress)
+        return build_version(Path(repo), order, version, team=team, shards=[team.rank], on_progress=on_progress)
 
 
 def _read(module: nn.Module, checkpoint: str | Path | Mapping[str, Any] | None, evicted: str) -> CollectionSource:

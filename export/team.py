@@ -3,16 +3,22 @@
 Small objects travel, tensors never do. Whatever fails on one rank fails on all of them, with that rank's name.
 """
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from datetime import timedelta
+from typing import Any, Protocol, Self, TypeVar
 
 import torch.distributed as dist
 
 from export.errors import ExportError
 
+TEAM_TIMEOUT = timedelta(hours=4)
+"""How long a rank waits for the others: longer than the slowest of them writes or checks its shards."""
+
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 class Team(Protocol):
@@ -66,21 +72,28 @@ class Alone:
 
 
 class Ranks:
-    """The ranks of a process group, each of which calls the same functions in the same order.
+    """All ranks of the default process group, each of which calls the same functions in the same order.
 
-    Args:
-        group: Any backend; a gloo group is made beside one that cannot carry objects of the CPU. None: the default one.
+    Holds a gloo group of its own, with ``TEAM_TIMEOUT``, whatever the trainer's group is; leaving the ``with`` statement
+    destroys it.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise ExportError("no process group: call torch.distributed.init_process_group on every rank first")
-        if "gloo" not in str(dist.get_backend(group)):
-            members = None if group is None else dist.get_process_group_ranks(group)
-            group = dist.new_group(members, backend="gloo")
-        self._group = group
-        self.rank: int = dist.get_rank(group)
-        self.size: int = dist.get_world_size(group)
+        try:
+            self._group = dist.new_group(backend="gloo", timeout=TEAM_TIMEOUT)
+        except Exception as exc:
+            raise _lost(exc) from exc
+        self.rank: int = dist.get_rank()
+        self.size: int = dist.get_world_size()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _destroy(self._group)
+        del self._group  # its threads and sockets go with the last reference
 
     def on_first(self, work: Callable[[], T]) -> T:
         """See ``Team``."""
@@ -98,6 +111,7 @@ class Ranks:
         return self._share(work)
 
     def _share(self, work: Callable[[], Any] | None) -> list[Any]:
+        group = self._group
         mine: tuple[Any, str | None] = (None, None)
         failure: Exception | None = None
         try:
@@ -106,11 +120,11 @@ class Ranks:
             failure, mine = exc, (None, str(exc) or type(exc).__name__)
         outcomes: list[tuple[Any, str | None]] = [(None, None)] * self.size
         try:
-            dist.all_gather_object(outcomes, mine, group=self._group)
+            dist.all_gather_object(outcomes, mine, group=group)
         except Exception as exc:
             if failure is not None:
                 raise failure from exc
-            raise ExportError(f"another rank ended before the export was done ({exc}); run it again") from exc
+            raise _lost(exc) from exc
         if failure is not None:
             raise failure
         for rank, (_, message) in enumerate(outcomes):
@@ -127,6 +141,23 @@ def join_team() -> Iterator[Team]:
         return
     dist.init_process_group("gloo")
     try:
-        yield Ranks()
+        with Ranks() as team:
+            yield team
     finally:
-        dist.destroy_process_group()
+        _destroy(None)
+
+
+def _lost(exc: Exception) -> ExportError:
+    hours = TEAM_TIMEOUT.total_seconds() / 3600
+    return ExportError(
+        f"another rank ended before the export was done, or was more than {hours:g} hours late "
+        f"({' '.join(str(exc).split())}); run it again"
+    )
+
+
+def _destroy(group: Any) -> None:
+    """Not being able to must not hide why the export failed, nor fail one that is done."""
+    try:
+        dist.destroy_process_group(group)
+    except Exception as exc:  # noqa: BLE001  whatever it is
+        _log.warning("the export's process group could not be destroyed: %s", exc)

@@ -1,14 +1,18 @@
 """What each rank of ``test_sharded`` does, under torchrun; writes what the test needs to know beside the repository."""
 
+import gc
 import json
 import os
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
 from torchrec.distributed.sharding_plan import (
@@ -23,6 +27,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from export import export_collection, export_sharded
 from export.errors import ExportError
+from export.progress import silent
 from export.team import Ranks
 from tests.modules import plain_collection, untrained_collection
 
@@ -95,6 +100,23 @@ def refusal(work) -> str:
     return "nothing was refused"
 
 
+def held() -> list[int]:
+    """How many files and threads this process has."""
+    gc.collect()
+    return [len(list(Path(f"/proc/self/{what}").iterdir())) for what in ("fd", "task")]
+
+
+def linger(step: str, done: int, _total: int) -> None:
+    """A rank that is slower than the others."""
+    if (step, done) == ("tracing the lookup", 0):
+        time.sleep(2)
+
+
+def end(*_: object) -> None:
+    """A rank that dies, unseen by torchrun, which would end the others: they must not wait for it."""
+    os._exit(0)
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     rank, world, folder = dist.get_rank(), dist.get_world_size(), Path(sys.argv[1])
@@ -106,8 +128,9 @@ def main() -> None:
     export_sharded(managed, repo, name="managed", row_dtype="int8")
     dcp.save(managed.state_dict(), checkpoint_id=folder / "checkpoint")
     on_meta = untrained_collection(MAPPED, dim=DIM, device="meta")
-    options = {"name": "copied", "num_shards": 3, "checkpoint": folder / "checkpoint", "team": Ranks()}
-    export_collection(on_meta, repo, **options)
+    with Ranks() as team:
+        options = {"name": "copied", "num_shards": 3, "checkpoint": folder / "checkpoint", "team": team}
+        export_collection(on_meta, repo, **options)
     collisions = managed._managed_collision_collection._managed_collision_modules
     torch.save({name: module.state_dict() for name, module in collisions.items()}, folder / f"rank{rank}.pt")
 
@@ -119,11 +142,17 @@ def main() -> None:
     notes["unsharded"] = refusal(lambda: export_sharded(plain_collection(), repo, name="failed"))
     notes["plain"] = refusal(lambda: export_sharded(plain, repo, name="failed", evicted="reset"))
     notes["sharded"] = refusal(lambda: export_collection(plain, repo, name="failed"))
+    notes["held"] = [held()]
+    for _ in range(3):
+        export_sharded(plain, repo, name="hourly")
+        notes["held"].append(held())
+    _set_pg_timeout(timedelta(seconds=1))  # the trainer's own, which is not for exports
+    late = linger if rank == world - 1 else silent
+    notes["late"] = refusal(lambda: export_sharded(plain, repo, name="hourly", on_progress=late))
     (folder / f"notes{rank}.json").write_text(json.dumps(notes))
-    if world > 1 and rank == world - 1:
-        os._exit(0)  # a rank that dies, unseen by torchrun, which would end the others: they must not wait for ever
     if world > 1:
-        notes["died"] = refusal(lambda: export_sharded(plain, repo, name="failed"))
+        ending = end if rank == world - 1 else silent
+        notes["died"] = refusal(lambda: export_sharded(plain, repo, name="failed", on_progress=ending))
         (folder / f"notes{rank}.json").write_text(json.dumps(notes))
         os._exit(0)
     dist.destroy_process_group()
