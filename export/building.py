@@ -15,7 +15,7 @@ from export.contract import Manifest, Shard, StateFile, Stopped, version_dir
 from export.errors import ExportError
 from export.progress import Progress
 from export.publish import choose_version, lock_collection, publish, stage
-from export.published import check_runtime
+from export.published import check_devices, check_runtime
 from export.team import Team
 from export.triton_config import render_config
 
@@ -104,6 +104,7 @@ def _disk_errors(repo: Path) -> Iterator[None]:
 def _open_stage(stack: ExitStack, repo: Path, order: VersionOrder, version: int | None) -> tuple[int, Path]:
     stack.enter_context(lock_collection(repo, order.collection))
     check_runtime(repo, order.collection, order.runtime)
+    check_devices(repo, order.collection, order.devices or ("cpu",) * order.num_shards)
     number = choose_version(repo, order.collection, version)
     return number, stack.enter_context(stage(repo, order.collection, number)).absolute()
 

@@ -1,7 +1,7 @@
 """Owns the reading of published versions: which there are, and whether their files are whole; must not import torch."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from export.contract import Manifest, RepositoryError, Runtime, read_manifest, shard_dir, version_dir, versions
@@ -35,15 +35,43 @@ def check_runtime(repo: Path, collection: str, runtime: Runtime) -> None:
     Raises:
         ExportError: The collection has a version for the other runtime.
     """
-    try:
-        newest = find_version(repo, collection, None)
-    except ExportError:
-        return  # there is none, or none that this kjtserve serves
-    if newest.runtime is not runtime:
+    newest = _newest(repo, collection)
+    if newest is not None and newest.runtime is not runtime:
         raise ExportError(
             f"runtime {runtime.value!r}: version {newest.version} of {collection!r} is for {newest.runtime.value!r}, and "
             f"Triton runs all versions of a shard alike; use --name or --out of its own, or --runtime {newest.runtime.value}"
         )
+
+
+def check_devices(repo: Path, collection: str, devices: Sequence[str]) -> None:
+    """Triton's configuration of a shard is one for all versions, so they lie on one device.
+
+    Args:
+        repo: The model repository.
+        collection: Its name.
+        devices: Of each shard; one that the newest version does not have may be anywhere.
+
+    Raises:
+        ExportError: The collection has a version with a shard on another device.
+    """
+    newest = _newest(repo, collection)
+    if newest is None:
+        return
+    for index, (device, shard) in enumerate(zip(devices, newest.shards, strict=False)):
+        if shard.device != device:
+            raise ExportError(
+                f"device {device!r} of shard {index}: version {newest.version} of {collection!r} has it on "
+                f"{shard.device!r}, and Triton runs all versions of a shard alike; use the same --device, or --name or --out "
+                "of its own"
+            )
+
+
+def _newest(repo: Path, collection: str) -> Manifest | None:
+    """None: there is no version, or none that this kjtserve serves."""
+    try:
+        return find_version(repo, collection, None)
+    except ExportError:
+        return None
 
 
 def check_files(repo: Path, manifest: Manifest, on_progress: Progress) -> None:
