@@ -26,8 +26,8 @@ from export.published import check_files, find_version
 from export.reading import read_collection
 from export.restoring import restore_collection
 from export.row_units import check_units
-from export.sharded import read_sharded, sharding_plan_of
-from export.sharding_plan import read_sharding_plan
+from export.sharded import ranks_of, read_sharded, sharding_plan_of
+from export.sharding_plan import check_same_cuts, describe_cuts, read_sharding_plan
 from export.skew import warn_of_skew
 from export.source import CollectionSource
 from export.state import PlacedTable
@@ -160,6 +160,7 @@ def export_sharded(
         ExportError: Something failed on a rank; it is named on all of them. Nothing is published.
     """
     with Ranks() as team:
+        _check_sharding(team, module)
         order = team.each(
             lambda: _order(
                 _read_sharded(module, evicted, row_dtype),
@@ -172,6 +173,18 @@ def export_sharded(
             )
         )
         return build_version(Path(repo), order, version, team=team, shards=[team.rank], on_progress=on_progress)
+
+
+def _check_sharding(team: Team, module: nn.Module) -> None:
+    """Every rank writes the shard of its number, so each must be one of as many, by one plan."""
+    spread = team.together(lambda: (ranks_of(module), describe_cuts(sharding_plan_of(module))))
+    for rank, (ranks, _) in enumerate(spread):
+        if ranks != team.size:
+            raise ExportError(
+                f"rank {rank}: its tables are sharded over {ranks} of the {team.size} ranks, as with DMPCollection, which is "
+                "not served live; export a checkpoint"
+            )
+    check_same_cuts([cuts for _, cuts in spread])
 
 
 def _read(module: nn.Module, checkpoint: str | Path | Mapping[str, Any] | None, evicted: str) -> CollectionSource:

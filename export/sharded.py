@@ -79,6 +79,16 @@ def sharding_plan_of(module: nn.Module) -> Mapping[str, ParameterSharding]:
     return plan
 
 
+def ranks_of(module: nn.Module) -> int:
+    """How many ranks a sharded module's tables are spread over.
+
+    Raises:
+        ExportError: It is no sharded module.
+    """
+    ranks: int = _split(module)[0]._env.world_size
+    return ranks
+
+
 def _split(module: nn.Module) -> tuple[Any, Any | None]:
     inner: Any = module
     while isinstance(inner, (DistributedModelParallel, DistributedDataParallel)):

@@ -6,6 +6,7 @@ A training rank becomes the serving shard of the same number.
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardingPlan, ShardingType
@@ -66,6 +67,35 @@ def read_sharding_plan(
         raise ExportError("plan: no table names a rank, so the number of shards is unknown; use a plan.yaml")
     devices = [device] * shards if device is not None else _devices(shardings, shards)
     return make_plan({"shards": shards, "devices": devices, "tables": tables})
+
+
+def describe_cuts(plan: Mapping[str, ParameterSharding]) -> dict[str, tuple[str, ...]]:
+    """How a plan cuts each table and which rank has which part, in words that are equal where the cuts are."""
+    cuts = {}
+    for table, sharding in plan.items():
+        ranks, shards = _ranks(table, sharding), _shards_of(sharding)
+        parts = [
+            f"{' x '.join(map(str, shard.shard_sizes))} at {list(shard.shard_offsets)} on rank {rank}"
+            for rank, shard in zip(ranks, shards, strict=False)
+        ]
+        cuts[table] = (sharding.sharding_type, *(parts or [f"on ranks {ranks}"]))
+    return cuts
+
+
+def check_same_cuts(cuts: Sequence[Mapping[str, tuple[str, ...]]]) -> None:
+    """Hold the plans of all ranks against rank 0's; see ``describe_cuts``.
+
+    Raises:
+        ExportError: One differs; names the rank, the table and the first difference.
+    """
+    for rank, mine in enumerate(cuts):
+        for table in sorted({*cuts[0], *mine}):
+            for first, own in zip_longest(cuts[0].get(table, ()), mine.get(table, ()), fillvalue="nothing"):
+                if own != first:
+                    raise ExportError(
+                        f"table {table}: rank {rank}'s sharding plan says {own}, rank 0's {first}; all ranks need one plan, as "
+                        "the planner's collective_plan gives"
+                    )
 
 
 def _check_plan(plan: object) -> Mapping[str, ParameterSharding]:

@@ -1,7 +1,9 @@
 """docs/compatibility.md is true: every test that it names is there, and every refusal says what the page says it says."""
 
 import ast
+import multiprocessing
 import re
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from export.errors import ExportError
 from export.maps import read_map
 from export.sharded import _check_sharding
 from export.source import MapPiece
+from tests.export.ranks import export_halves
 from tests.modules import (
     configs,
     hash_zch_collection,
@@ -169,6 +172,14 @@ def by_plan(made, tmp_path):
     export(module, tmp_path, plan=plan)
 
 
+def by_two_ranks(work, tmp_path):
+    """Let two processes do something, which says what it was refused with."""
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        heard = list(pool.map(work, range(2), [tmp_path] * 2, timeout=120))
+    assert heard[0] == heard[1]
+    raise ExportError(heard[0])
+
+
 REFUSALS = {
     "`EmbeddingBagCollection`, with or without managed collision": lambda out: export(bags(), out),
     "`torchrec.quant` collections": lambda out: export(quantised(), out),
@@ -197,6 +208,9 @@ REFUSALS = {
     "A whole model's `ShardingPlan`": lambda out: export(plain_collection(), out, plan=ShardingPlan({"ec": {}})),
     "One rank on two devices": lambda out: by_plan(on_two_devices(), out),
     "Live column-wise tables as int8": lambda _: live("column_wise", "fused", "int8"),
+    "Live tables sharded over a part of the ranks: `DMPCollection`, 2D parallel": lambda out: by_two_ranks(
+        export_halves, out
+    ),
     "Numbers that a row dtype cannot hold": lambda out: export(huge(), out, row_dtype="fp16"),
     "Rows of double precision": lambda out: export(plain_collection().double(), out),
     "A module on the meta device, without its state": lambda out: export(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
@@ -22,7 +23,7 @@ from torchrec.distributed.sharding_plan import (
     row_wise,
     table_wise,
 )
-from torchrec.distributed.types import ShardingEnv
+from torchrec.distributed.types import ShardingEnv, ShardingEnv2D
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from export import export_collection, export_sharded
@@ -67,12 +68,27 @@ def shard_managed(world: int) -> nn.Module:
     return sharded
 
 
-def shard(module: nn.Module, ways: dict, sharder: object, world: int) -> nn.Module:
+def shard_halves(world: int) -> nn.Module:
+    """What ``DMPCollection``, which is for GPUs alone, makes of a module: each half of the ranks has all rows."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    env = ShardingEnv2D(
+        sharding_pg=mesh.get_group("shard"),
+        replica_pg=mesh.get_group("replicate"),
+        global_pg=dist.group.WORLD,
+        device_mesh=mesh,
+        node_group_size=world // 2,
+    )
+    module = plain_collection(ROWS, dim=DIM)
+    return shard(module, dict.fromkeys(ROWS, row_wise()), EmbeddingCollectionSharder(), world // 2, env)
+
+
+def shard(module: nn.Module, ways: dict, sharder: object, world: int, env: ShardingEnv | None = None) -> nn.Module:
     plan = construct_module_sharding_plan(
         module, ways, sharder=sharder, local_size=world, world_size=world, device_type="cpu"
     )
-    env = ShardingEnv.from_process_group(dist.group.WORLD)
-    return sharder.shard(module, plan, env=env, device=torch.device("cpu"))
+    return sharder.shard(
+        module, plan, env=env or ShardingEnv.from_process_group(dist.group.WORLD), device=torch.device("cpu")
+    )
 
 
 def train(sharded: nn.Module, rank: int) -> None:
@@ -117,6 +133,16 @@ def end(*_: object) -> None:
     os._exit(0)
 
 
+def export_halves(rank: int, folder: Path) -> str:
+    """What one of two ranks hears when each of them has all rows."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    try:
+        return refusal(lambda: export_sharded(shard_halves(2), folder / "repo", name="c"))
+    finally:
+        gc.collect()
+        dist.destroy_process_group()
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     rank, world, folder = dist.get_rank(), dist.get_world_size(), Path(sys.argv[1])
@@ -142,6 +168,11 @@ def main() -> None:
     notes["unsharded"] = refusal(lambda: export_sharded(plain_collection(), repo, name="failed"))
     notes["plain"] = refusal(lambda: export_sharded(plain, repo, name="failed", evicted="reset"))
     notes["sharded"] = refusal(lambda: export_collection(plain, repo, name="failed"))
+    if world > 1:
+        notes["halves"] = refusal(lambda: export_sharded(shard_halves(world), repo, name="failed"))
+        plain.module_sharding_plan["whole"].ranks = [rank]
+        notes["plans"] = refusal(lambda: export_sharded(plain, repo, name="failed"))
+        plain.module_sharding_plan["whole"].ranks = [world - 1]
     notes["held"] = [held()]
     for _ in range(3):
         export_sharded(plain, repo, name="hourly")

@@ -115,6 +115,19 @@ def test_a_rank_that_fails_leaves_no_version_behind_and_is_named_everywhere(expo
     assert all("call export_sharded on every rank" in note["sharded"] for note in notes)
 
 
+def test_ranks_that_are_not_parts_of_one_module_are_refused(exported):
+    world, _, notes = exported
+    if world > 1:
+        halves = f"rank 0: its tables are sharded over {world // 2} of the {world} ranks, as with DMPCollection, which is not "
+        assert {note["halves"] for note in notes} == {halves + "served live; export a checkpoint"}
+        plans = (
+            "table whole: rank 1's sharding plan says 9 x 8 at [0, 0] on rank 1, rank 0's 9 x 8 at [0, 0] on rank 0; "
+        )
+        assert {note["plans"] for note in notes} == {
+            plans + "all ranks need one plan, as the planner's collective_plan gives"
+        }
+
+
 def test_the_others_hear_of_a_rank_that_dies(exported):
     world, _, notes = exported
     if world > 1:

@@ -27,6 +27,7 @@ from export.contract import Remap, Routing, TrainingBuckets, even_row_ranges
 from export.errors import ExportError
 from export.placement import choose_plan, place_tables
 from export.reading import read_collection
+from export.sharding_plan import check_same_cuts, describe_cuts
 from tests.modules import managed_collection, plain_collection
 
 MODULE = plain_collection({"user": 10, "item": 23, "one": 1}, dim=8)
@@ -276,3 +277,27 @@ def test_managed_tables_are_not_cut_by_columns():
     )
     with pytest.raises(ExportError, match="table user: routing 'columns' is not for MCH tables"):
         placed(plan, "user", MC_SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("ways", "message"),
+    [
+        (
+            {"user": table_wise(rank=1), "item": table_wise(rank=0)},
+            r"table user: rank 1's .* says table_wise, rank 0's row_wise; all ranks need one plan",
+        ),
+        (
+            {"user": row_wise(), "item": table_wise(rank=1)},
+            r"table item: rank 1's .* 23 x 8 at \[0, 0\] on rank 1, rank 0's 23 x 8 at \[0, 0\] on rank 0; all",
+        ),
+        ({"user": row_wise()}, "table item: rank 1's sharding plan says nothing, rank 0's table_wise; all"),
+    ],
+)
+def test_the_first_difference_between_the_ranks_plans_is_named(ways, message):
+    usual = {"user": row_wise(), "item": table_wise(rank=0), "one": data_parallel()}
+    first = describe_cuts(torchrecs_plan(usual, ranks=2))
+    plan = torchrecs_plan({**usual, **ways}, ranks=2)
+    own = describe_cuts({table: plan[table] for table in ways})
+    check_same_cuts([first, dict(first)])
+    with pytest.raises(ExportError, match=message):
+        check_same_cuts([first, {"one": first["one"], **own}])
