@@ -4,14 +4,21 @@ import ast
 import multiprocessing
 import re
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, grid_shard, row_wise, table_wise
-from torchrec.distributed.types import ParameterSharding, ShardingPlan
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    grid_shard,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
@@ -19,12 +26,8 @@ from torchrec.modules.mc_modules import ManagedCollisionCollection, ManagedColli
 from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
 
 from export import export_collection
-from export.contract import TrainingBuckets
 from export.errors import ExportError
-from export.maps import read_map
-from export.sharded import _check_sharding
-from export.source import MapPiece
-from tests.export.ranks import export_halves
+from tests.export.ranks import export_as_rank, shard, shard_halves, shard_no_bag
 from tests.modules import (
     configs,
     hash_zch_collection,
@@ -157,27 +160,27 @@ def on_two_devices():
     return module, plan
 
 
-def rank_by_rank_no_bag():
-    module = hash_zch_module(8, buckets=2, fallback="no_bag").rebuild_with_output_id_range((0, 4))
-    edges = TrainingBuckets(input_hash_size=0, row_edges=(0, 4, 8), floor_modulo=True)
-    read_map("user", [MapPiece(row_start=0, row_stop=4, module=module)], edges)
+def live(way, kernel, world):
+    """One table, sharded over one rank."""
+    module = shard(plain_collection({"user": 8}, dim=8), {"user": way}, EmbeddingCollectionSharder(), world)
+    module.module_sharding_plan["user"].compute_kernel = kernel  # said afterwards: upstream's SSD kernel needs a GPU
+    return module
 
 
-def live(kind, kernel, row_dtype):
-    _check_sharding("user", ParameterSharding(sharding_type=kind, compute_kernel=kernel), row_dtype)
+def by_one_rank(make, tmp_path, **options):
+    raise ExportError(export_as_rank(make, 1, tmp_path, 0, **options))
+
+
+def by_two_ranks(make, tmp_path):
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        heard = list(pool.map(partial(export_as_rank, make, 2, tmp_path), range(2), timeout=120))
+    assert heard[0] == heard[1]
+    raise ExportError(heard[0])
 
 
 def by_plan(made, tmp_path):
     module, plan = made
     export(module, tmp_path, plan=plan)
-
-
-def by_two_ranks(work, tmp_path):
-    """Let two processes do something, which says what it was refused with."""
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        heard = list(pool.map(work, range(2), [tmp_path] * 2, timeout=120))
-    assert heard[0] == heard[1]
-    raise ExportError(heard[0])
 
 
 REFUSALS = {
@@ -186,7 +189,7 @@ REFUSALS = {
     "A whole model, or any other module": lambda out: export(nn.Sequential(plain_collection()), out),
     "A collection without tables": lambda out: export(EmbeddingCollection(tables=[]), out),
     "Virtual tables": lambda out: export(EmbeddingCollection(tables=[table(use_virtual_table=True)]), out),
-    "Tables on SSD": lambda _: live("row_wise", "key_value", "fp32"),
+    "Tables on SSD": lambda out: by_one_rank(partial(live, row_wise(), "key_value"), out),
     "A feature twice in one table": lambda out: export(plain_collection({"user": 8}, {"user": ["u", "u"]}), out),
     "Outputs of one name": lambda out: export(plain_collection({"t": 4, "u": 4}, {"t": ["a@u", "a"], "u": ["a"]}), out),
     "Another managed collision module": lambda out: export(managed_by(OwnCollisions()), out),
@@ -203,13 +206,15 @@ REFUSALS = {
         managed_by(hash_zch_module(8, buckets=8, fallback="reserved")), out
     ),
     "MPZCH with `inference_dispatch_div_train_world_size`": lambda out: export(dispatched(), out),
-    "MPZCH with `no_bag`, trained on several ranks": lambda _: rank_by_rank_no_bag(),
+    "MPZCH with `no_bag`, trained on several ranks": lambda out: by_two_ranks(shard_no_bag, out),
     "`GRID_SHARD` that cuts rows and columns": lambda out: by_plan(planned(grid_shard(host_indexes=[0, 1])), out),
     "A whole model's `ShardingPlan`": lambda out: export(plain_collection(), out, plan=ShardingPlan({"ec": {}})),
     "One rank on two devices": lambda out: by_plan(on_two_devices(), out),
-    "Live column-wise tables as int8": lambda _: live("column_wise", "fused", "int8"),
+    "Live column-wise tables as int8": lambda out: by_one_rank(
+        partial(live, column_wise(ranks=[0]), "fused"), out, row_dtype="int8"
+    ),
     "Live tables sharded over a part of the ranks: `DMPCollection`, 2D parallel": lambda out: by_two_ranks(
-        export_halves, out
+        shard_halves, out
     ),
     "Numbers that a row dtype cannot hold": lambda out: export(huge(), out, row_dtype="fp16"),
     "Rows of double precision": lambda out: export(plain_collection().double(), out),

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,13 +25,16 @@ from torchrec.distributed.sharding_plan import (
     table_wise,
 )
 from torchrec.distributed.types import ShardingEnv, ShardingEnv2D
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
+from torchrec.modules.mc_modules import ManagedCollisionCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from export import export_collection, export_sharded
 from export.errors import ExportError
 from export.progress import silent
 from export.team import Ranks
-from tests.modules import plain_collection, untrained_collection
+from tests.modules import configs, hash_zch_module, plain_collection, untrained_collection
 
 ROWS = {"cut": 23, "whole": 9, "wide": 12, "copied": 7}
 MAPPED = {"user": 24, "item": 17}
@@ -133,11 +137,21 @@ def end(*_: object) -> None:
     os._exit(0)
 
 
-def export_halves(rank: int, folder: Path) -> str:
-    """What one of two ranks hears when each of them has all rows."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+def shard_no_bag(world: int) -> nn.Module:
+    tables = configs({"user": 8})
+    collisions = {"user": hash_zch_module(8, buckets=world, fallback="no_bag")}
+    module = ManagedCollisionEmbeddingCollection(
+        EmbeddingCollection(tables=tables), ManagedCollisionCollection(collisions, tables)
+    )
+    return shard(module, {"user": row_wise()}, ManagedCollisionEmbeddingCollectionSharder(), world)
+
+
+def export_as_rank(make: Callable[[int], nn.Module], world: int, folder: Path, rank: int, **options: str) -> str:
+    """What one rank hears when all of them export a module that they may not; ``make`` shards it, given the world."""
+    place = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=world)
     try:
-        return refusal(lambda: export_sharded(shard_halves(2), folder / "repo", name="c"))
+        return refusal(lambda: export_sharded(make(world), folder / "repo", name="c", **options))
     finally:
         gc.collect()
         dist.destroy_process_group()
