@@ -1,15 +1,22 @@
 """Owns the reading of published versions: which there are, and whether their files are whole; must not import torch."""
 
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from export.contract import Manifest, RepositoryError, Runtime, read_manifest, shard_dir, version_dir, versions
+from export.contract import (
+    Kind,
+    Manifest,
+    RepositoryError,
+    Runtime,
+    check_digest,
+    read_manifest,
+    shard_dir,
+    version_dir,
+    versions,
+)
 from export.errors import ExportError
 from export.options import check_number
 from export.progress import Progress
-
-_BLOCK_BYTES = 8 << 20
 
 
 def find_version(repo: Path, collection: str, version: int | None) -> Manifest:
@@ -82,27 +89,18 @@ def check_files(repo: Path, manifest: Manifest, on_progress: Progress) -> None:
     """
     directory = version_dir(repo, manifest.collection, manifest.version)
     total, done = sum(file.size_bytes for file in manifest.files), 0
+
+    def read(size: int) -> None:
+        nonlocal done
+        done += size
+        on_progress("checking files", done, total)
+
     for file in manifest.files:
-        path = directory / file.path
-        if not path.is_file():
-            raise ExportError(f"{path}: is missing; export the version again under a new number")
-        size = path.stat().st_size
-        if size != file.size_bytes:
-            raise ExportError(f"{path}: has {size} bytes, the manifest says {file.size_bytes}; it was cut or changed")
-        digest = hashlib.sha256()
-        for block in _blocks(path):
-            digest.update(block)
-            done += len(block)
-            on_progress("checking files", done, total)
-        if digest.hexdigest() != file.sha256:
-            raise ExportError(f"{path}: its SHA-256 differs from the manifest's; it was changed after the export")
-    for shard in manifest.shards:
+        try:
+            check_digest(directory, manifest, file.path, on_bytes=read)
+        except RepositoryError as exc:
+            raise ExportError(str(exc)) from exc
+    for shard in manifest.shards if manifest.kind is Kind.BASE else ():
         link = repo / shard.model / str(manifest.version)
         if not link.exists() or link.resolve() != shard_dir(directory, shard.index).resolve():
             raise ExportError(f"{link}: does not lead to {shard_dir(directory, shard.index)}, so Triton cannot load it")
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            yield block

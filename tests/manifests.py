@@ -104,6 +104,7 @@ def make_manifest(
     return Manifest(
         collection=collection,
         version=version,
+        base=version,
         created_s=1.0,
         num_shards=num_shards,
         dim=tables[0].dim,

@@ -6,6 +6,7 @@ A leaf: standard library and pydantic only, so that every part can import it.
 from export.contract.errors import Stopped, UserError
 from export.contract.layout import (
     RepositoryError,
+    check_digest,
     check_size,
     collections,
     read_manifest,
@@ -14,13 +15,15 @@ from export.contract.layout import (
     versions,
 )
 from export.contract.manifest import Manifest, Shard, ShardTable, StateFile, Toolchain
-from export.contract.names import check_collection_name, shard_model_name
+from export.contract.names import PROBE_ID, check_collection_name, shard_model_name
+from export.contract.pins import read_pin, write_pin
 from export.contract.routing import as_unsigned, even_row_ranges, hash_shard, mix64, training_bucket
 from export.contract.tables import ROUTINGS, Mpzch, Placement, Table, TrainingBuckets, Zch
 from export.contract.terms import (
     INT64_MAX,
     NO_ROW,
     SENTINEL_IDS,
+    Kind,
     OutOfRange,
     Remap,
     Routing,
@@ -32,8 +35,10 @@ from export.contract.terms import (
 __all__ = [
     "INT64_MAX",
     "NO_ROW",
+    "PROBE_ID",
     "ROUTINGS",
     "SENTINEL_IDS",
+    "Kind",
     "Manifest",
     "Mpzch",
     "OutOfRange",
@@ -55,15 +60,18 @@ __all__ = [
     "Zch",
     "as_unsigned",
     "check_collection_name",
+    "check_digest",
     "check_size",
     "collections",
     "even_row_ranges",
     "hash_shard",
     "mix64",
     "read_manifest",
+    "read_pin",
     "shard_dir",
     "shard_model_name",
     "training_bucket",
     "version_dir",
     "versions",
+    "write_pin",
 ]

@@ -10,13 +10,19 @@
           shard_0/                 model.py, shard.pt2, model.pt, state.safetensors,
                                    __pycache__ (an empty file, see BYTECODE_GUARD)
           shard_1/
+      clicks/2/                    a delta on version 1: no program, and nothing that Triton loads
+        manifest.json
+        shard_0/
+          overlay.safetensors      what differs from the base, cumulative
+          probes.safetensors
       clicks_shard_0/              what Triton loads
         config.pbtxt               the same for every version
         1 -> ../clicks/1/shard_0
       clicks_shard_1/
 """
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -26,6 +32,8 @@ from export.contract.manifest import Manifest
 
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.safetensors"
+OVERLAY_FILE = "overlay.safetensors"
+PROBES_FILE = "probes.safetensors"
 PROGRAM_FILE = "shard.pt2"
 TORCHSCRIPT_FILE = "model.pt"
 RUNTIME_FILE = "model.py"
@@ -35,6 +43,7 @@ BYTECODE_GUARD = "__pycache__"
 that is being served for a modified one and reloads its process when the next version is loaded."""
 
 _MAX_FAULTS = 3
+_BLOCK_BYTES = 8 << 20
 
 
 class RepositoryError(UserError):
@@ -126,5 +135,37 @@ def check_size(directory: Path, manifest: Manifest, relative: str) -> Path:
         raise RepositoryError(
             f"{path}: {actual_bytes} bytes, the manifest says {size_bytes}: the copy is incomplete or was changed; "
             "copy the version directory again"
+        )
+    return path
+
+
+def check_digest(
+    directory: Path, manifest: Manifest, relative: str, *, on_bytes: Callable[[int], None] = lambda _: None
+) -> Path:
+    """Path of a file that a version lists, once every byte of it has been read and is what was written.
+
+    Args:
+        directory: The version's directory.
+        manifest: The version's manifest.
+        relative: The file, as the manifest lists it.
+        on_bytes: Told how many bytes were read, from time to time.
+
+    Raises:
+        RepositoryError: As ``check_size``, or its SHA-256 is another one.
+    """
+    path = check_size(directory, manifest, relative)
+    wanted = next(file.sha256 for file in manifest.files if file.path == relative)
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
+                on_bytes(len(block))
+    except OSError as exc:
+        raise RepositoryError(f"{path}: {exc.strerror}; copy the version directory again") from exc
+    if digest.hexdigest() != wanted:
+        raise RepositoryError(
+            f"{path}: its SHA-256 differs from the manifest's; it was changed after the export: copy the version directory "
+            "again"
         )
     return path

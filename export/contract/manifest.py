@@ -11,7 +11,11 @@ from pydantic import Field, model_validator
 
 from export.contract.names import CollectionName, RelativePath, shard_model_name
 from export.contract.tables import Table
-from export.contract.terms import INT64_MAX, Count, Routing, Runtime, Strict
+from export.contract.terms import INT64_MAX, Count, Kind, Routing, Runtime, Strict
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+VersionNumber = Annotated[int, Field(ge=1, le=INT64_MAX)]
+"""Triton reads versions as INT64."""
 
 
 class ShardTable(Strict):
@@ -28,6 +32,14 @@ class ShardTable(Strict):
     """Ids in this shard's map."""
     zch_open_slots: Count = 0
     """This shard's share of the table's open slots; the shares add up to the table's number."""
+    evicted: Count = 0
+    """Ids of this shard that the version before (``Manifest.previous``) holds and this one does not."""
+    overlay_ids: Count = 0
+    """Delta: ids that got another row since the base."""
+    overlay_tombstones: Count = 0
+    """Delta: ids of the base that lost their row."""
+    overlay_rows: Count = 0
+    """Delta: rows in the overlay, of ids that are new or whose numbers changed."""
 
 
 class StateFile(Strict):
@@ -35,7 +47,7 @@ class StateFile(Strict):
 
     path: RelativePath
     size_bytes: Count
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    sha256: Sha256
 
 
 class Shard(Strict):
@@ -52,8 +64,11 @@ class Shard(Strict):
     device: Annotated[str, Field(pattern=r"^(cpu|cuda:[0-9]+)$")] = "cpu"
     """Where its state lies and its program runs."""
     state: tuple[str, ...]
-    """Names of the tensors in the state file, in the order in which the program takes them after its two inputs."""
+    """Names of the tensors in the base's state file, in the order in which the program takes them after its two inputs."""
     state_bytes: Count
+    overlay: tuple[str, ...] = ()
+    """Delta: names of the tensors in the overlay file, each of which takes the place of the state's of that name."""
+    overlay_bytes: Count = 0
 
 
 class Toolchain(Strict):
@@ -71,11 +86,16 @@ class Manifest(Strict):
     Attributes are documented in place; ``tables`` keeps the module's config order.
     """
 
-    schema_version: Literal[2] = 2
+    schema_version: Literal[3] = 3
     collection: CollectionName
-    version: Annotated[int, Field(ge=1, le=INT64_MAX)]
-    """Triton reads versions as INT64."""
-    kind: Literal["base"] = "base"
+    version: VersionNumber
+    kind: Kind = Kind.BASE
+    base: VersionNumber
+    """The base whose files answer: its own number, or that of a delta's base."""
+    base_sha256: Sha256 | None = None
+    """Delta: SHA-256 of the base's manifest file, so that a delta is never laid over another base of that number."""
+    previous: VersionNumber | None = None
+    """The newest version when this one was published; what ``ShardTable.evicted`` counts from."""
     created_s: float
     """Seconds since the epoch."""
     runtime: Runtime = Runtime.PYTHON
@@ -108,6 +128,19 @@ class Manifest(Strict):
             if table.name == name:
                 return table
         raise KeyError(name)
+
+    @model_validator(mode="after")
+    def _kind_is_consistent(self) -> Self:
+        delta = self.kind is Kind.DELTA
+        if delta != (self.base < self.version) or delta != (self.base_sha256 is not None) or self.base > self.version:
+            raise ValueError(
+                f"kind {self.kind.value}, version {self.version}, base {self.base}: a base is its own base, a delta has an "
+                "older one and its base_sha256"
+            )
+        for shard in self.shards:
+            if bool(shard.overlay) != delta or not set(shard.overlay) <= set(shard.state):
+                raise ValueError(f"shard {shard.index}: a delta replaces tensors of the state, and a base none")
+        return self
 
     @model_validator(mode="after")
     def _tables_are_distinct(self) -> Self:

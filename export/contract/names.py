@@ -33,6 +33,9 @@ def shard_model_name(collection: str, shard: int) -> str:
     return f"{collection}_shard_{shard}"
 
 
+PROBE_ID = "kjtserve-probe"
+"""Id of the requests by which a front tier tries a shard out: answered as any other, and not counted."""
+
 CollectionName = Annotated[str, AfterValidator(check_collection_name)]
 """A name that can name a collection."""
 

@@ -58,6 +58,8 @@ class Zch(Strict):
     """Ids that the map can still take. MCH: the module's own ``open_slots()``, never below 0. MPZCH, whose own answers 0
     always: slots that hold no id, without the reserved ones; an id takes only one that is probed for it, so a map may
     turn ids away with some left."""
+    evictions: Count = 0
+    """Ids that lost their row from version to version, over all versions up to this one."""
 
 
 class TrainingBuckets(Strict):

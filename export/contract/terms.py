@@ -21,6 +21,15 @@ class Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class Kind(StrEnum):
+    """What a version's files hold."""
+
+    BASE = "base"
+    """Everything: a version of a Triton model of its own."""
+    DELTA = "delta"
+    """What differs from its base, cumulative: an overlay that the base's process looks up first."""
+
+
 class Remap(StrEnum):
     """How a raw id becomes a row."""
 

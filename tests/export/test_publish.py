@@ -11,9 +11,8 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 import export.building
-import export.publish
 from export import export_collection, verify_version
-from export.contract import INT64_MAX, versions
+from export.contract import INT64_MAX, publishing, versions
 from export.errors import ExportError
 from export.publish import lock_collection
 from tests.modules import managed_collection, plain_collection
@@ -38,7 +37,7 @@ def test_the_layout_is_tritons(tmp_path):
         link = tmp_path / shard.model / "1"
         assert str(link.readlink()) == f"../clicks/1/shard_{shard.index}"
         held = {path.name for path in link.iterdir()}
-        assert held == {"model.py", "shard.pt2", "model.pt", "state.safetensors", "__pycache__"}
+        assert held == {"model.py", "shard.pt2", "model.pt", "state.safetensors", "probes.safetensors", "__pycache__"}
         assert (link / "__pycache__").read_bytes() == b""
     listed = {file.path for file in manifest.files}
     assert listed == {
@@ -92,7 +91,9 @@ def test_a_publication_that_fails_half_way_leaves_nothing_behind(tmp_path, with_
     assert tree(tmp_path) == before
 
 
-@pytest.mark.parametrize("step", ["write_version", "describe_version", "check_version", "publish", "render_config"])
+@pytest.mark.parametrize(
+    "step", ["write_version", "describe_version", "check_loaded", "write_probes", "publish", "render_config"]
+)
 def test_whatever_fails_before_the_rename_publishes_nothing(tmp_path, monkeypatch, step):
     export_collection(plain_collection(), tmp_path, name="c")
     before = tree(tmp_path)
@@ -131,10 +132,10 @@ def test_links_of_a_collection_with_a_longer_name_are_left_alone(tmp_path):
 
 KILLED = """
 import os, signal, sys
-import export.publish
+from pathlib import Path
 from export import export_collection
 from tests.modules import plain_collection
-export.publish.Path.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+Path.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 export_collection(plain_collection(), sys.argv[1], name="c", num_shards=2)
 """
 
@@ -184,14 +185,14 @@ def test_no_version_follows_the_largest_number(tmp_path):
 
 
 def test_a_version_that_the_disk_did_not_confirm_is_said_to_be_published(tmp_path, monkeypatch):
-    sync = export.publish._sync
+    sync = publishing._sync
 
     def fail(directory):
         if versions(tmp_path, "c"):
             raise OSError(errno.EIO, "Input/output error", str(directory))
         sync(directory)
 
-    monkeypatch.setattr(export.publish, "_sync", fail)
+    monkeypatch.setattr(publishing, "_sync", fail)
     with pytest.raises(ExportError, match="version 1 is published, but may not survive a power loss: Input/output"):
         export_collection(plain_collection(), tmp_path, name="c")
     assert versions(tmp_path, "c") == [1]

@@ -172,7 +172,7 @@ def test_a_version_that_is_not_there_names_those_that_are(tmp_path):
 def test_a_manifest_that_is_none_says_what_ails_it(tmp_path):
     publish(tmp_path, "clicks", 1)
     (tmp_path / "clicks/1/manifest.json").write_text('{"collection": "clicks"}')
-    with pytest.raises(RepositoryError, match=r"version: Field required; created_s: .*; num_shards: .*; and 5 more$"):
+    with pytest.raises(RepositoryError, match=r"version: Field required; base: .*; created_s: .*; and 6 more$"):
         read_manifest(tmp_path, "clicks", 1)
 
 
@@ -182,7 +182,7 @@ def test_a_manifest_that_is_none_says_what_ails_it(tmp_path):
         (b"", "manifest: Invalid JSON: EOF"),
         (b"\xff\xfe", "manifest: Invalid JSON"),
         (b"[]", "manifest: Input should be an object"),
-        (b'{"a\\nb": 1}', "created_s: Field required; and 7 more"),
+        (b'{"a\\nb": 1}', "base: Field required; and 8 more"),
         (example().model_dump_json().replace('"num_shards":2', '"num_shards":3').encode(), "manifest: shards must be"),
     ],
 )
