@@ -80,7 +80,7 @@ def _set_up(module: ManagedCollisionEmbeddingCollection, program: nn.Module, sta
     ids_K, mapping = collision._mch_sorted_raw_ids, collision._mch_remapped_ids_mapping
     default_row = collision.output_size() - 1
     weight = weight_of(module)
-    hash_table, hash_table_offsets, row_ids, unknown_rows, _ = state
+    hash_table, hash_table_offsets, row_ids, unknown_rows, *_ = state
 
     def mch_remap(ids_N: torch.Tensor) -> Rows:
         features = {FEATURE: JaggedTensor(values=ids_N, lengths=torch.tensor([ids_N.numel()]))}
@@ -96,7 +96,7 @@ def _set_up(module: ManagedCollisionEmbeddingCollection, program: nn.Module, sta
         return torch.index_select(row_ids, 0, torch.where(found_N >= 0, found_N, unknown_rows[0])), None
 
     def shard_program(ids_N: torch.Tensor) -> Rows:
-        embeddings_ND, rows_N, _ = program(ids_N, torch.tensor([ids_N.numel()]), state)
+        embeddings_ND, rows_N, _, _ = program(ids_N, torch.tensor([ids_N.numel()]), state)
         return rows_N, embeddings_ND
 
     return Workbench(

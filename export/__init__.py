@@ -7,12 +7,17 @@ this package must stay free of heavy imports: the public functions are loaded wh
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from export.collection import export_collection, export_sharded, verify_version
+    from export.collection import export_collection, export_delta, export_sharded, verify_version
+    from export.publisher import DeltaPublisher
 
-__all__ = ["export_collection", "export_sharded", "verify_version"]
+__all__ = ["DeltaPublisher", "export_collection", "export_delta", "export_sharded", "verify_version"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "DeltaPublisher":
+        from export.publisher import DeltaPublisher
+
+        return DeltaPublisher
     if name in __all__:
         from export import collection
 

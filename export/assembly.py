@@ -12,7 +12,9 @@ from pathlib import Path
 import fbgemm_gpu
 import torch
 
+from export.changes import Touched, build_overlay
 from export.contract import (
+    Kind,
     Manifest,
     OutOfRange,
     Remap,
@@ -26,15 +28,37 @@ from export.contract import (
     shard_dir,
     shard_model_name,
 )
-from export.contract.layout import BYTECODE_GUARD, PROGRAM_FILE, RUNTIME_FILE, STATE_FILE, TORCHSCRIPT_FILE
+from export.contract.layout import (
+    BYTECODE_GUARD,
+    OVERLAY_FILE,
+    PROGRAM_FILE,
+    RUNTIME_FILE,
+    STATE_FILE,
+    TORCHSCRIPT_FILE,
+)
+from export.contract.publishing import write_file
 from export.embedded import write_embedded
 from export.input_hash import InputHashFiles
+from export.oracle import eval_mode
+from export.programs import ShardModule
 from export.progress import Progress
-from export.publish import write_file
 from export.shard_state import build_state
 from export.source import CollectionSource
 from export.state import PlacedTable, ShardState, write_state
+from export.stored import StoredShard
 from export.trace import trace_shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """What a delta is laid over."""
+
+    manifest: Manifest
+    directory: Path
+    sha256: str
+    """Of its manifest file."""
+    touched: Touched | None = None
+    """Where rows may have other numbers than in the base; None: anywhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +78,8 @@ class VersionOrder:
     runtime: Runtime = Runtime.PYTHON
     devices: tuple[str, ...] = ()
     """Of each shard; none: the CPU for all."""
+    base: Base | None = None
+    """Of a delta; None: the version is a base."""
 
 
 def write_version(
@@ -69,18 +95,15 @@ def write_version(
     for index in shards:
         place = shard_dir(directory, index)
         place.mkdir()
-        state = build_state(index, order.num_shards, order.tables, dim=order.source.dim, row_dtype=order.row_dtype)
-        for file in _write_shard(place, state, order.runtime, on_progress):
-            yield file.model_copy(update={"path": f"{place.name}/{file.path}"})
-        yield Shard(
-            index=index,
-            model=shard_model_name(order.collection, index),
-            tables=state.tables,
-            width=state.kind.width,
-            device=order.devices[index] if order.devices else "cpu",
-            state=trace_shard(state.kind).state_names,
-            state_bytes=state.nbytes,
-        )
+        if order.base is None:
+            parts = _write_base(place, index, order, on_progress)
+        else:
+            parts = _write_delta(place, index, order, order.base, on_progress)
+        for part in parts:
+            if isinstance(part, StateFile):
+                yield part.model_copy(update={"path": f"{place.name}/{part.path}"})
+            else:
+                yield part
 
 
 def describe_version(
@@ -90,6 +113,9 @@ def describe_version(
     return Manifest(
         collection=order.collection,
         version=order.version,
+        kind=Kind.BASE if order.base is None else Kind.DELTA,
+        base=order.version if order.base is None else order.base.manifest.version,
+        base_sha256=None if order.base is None else order.base.sha256,
         created_s=created_s,
         runtime=order.runtime,
         need_indices=order.source.need_indices,
@@ -104,6 +130,37 @@ def describe_version(
             fbgemm_gpu=fbgemm_gpu.__version__,
             torchrec=importlib.metadata.version("torchrec"),
         ),
+    )
+
+
+def _write_base(place: Path, index: int, order: VersionOrder, on_progress: Progress) -> Iterator[StateFile | Shard]:
+    state = build_state(index, order.num_shards, order.tables, dim=order.source.dim, row_dtype=order.row_dtype)
+    yield from _write_shard(place, state, order.runtime, on_progress)
+    yield Shard(
+        index=index,
+        model=shard_model_name(order.collection, index),
+        tables=state.tables,
+        width=state.kind.width,
+        device=order.devices[index] if order.devices else "cpu",
+        state=ShardModule(state.kind).state_names,
+        state_bytes=state.nbytes,
+    )
+
+
+def _write_delta(
+    place: Path, index: int, order: VersionOrder, base: Base, on_progress: Progress
+) -> Iterator[StateFile | Shard]:
+    stored = StoredShard(base.directory, base.manifest, index)
+    on_progress("finding what changed", index, order.num_shards)
+    with eval_mode(order.source.module):
+        state = build_overlay(stored, base.manifest, order.tables, row_dtype=order.row_dtype, touched=base.touched)
+        yield write_state(place / OVERLAY_FILE, state, on_progress)
+    yield base.manifest.shards[index].model_copy(
+        update={
+            "tables": state.tables,
+            "overlay": tuple(tensor.name for tensor in state.tensors),
+            "overlay_bytes": state.nbytes,
+        }
     )
 
 

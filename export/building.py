@@ -10,11 +10,16 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from export.assembly import VersionOrder, describe_version, write_version
-from export.check import check_version
+from export.check import check_loaded
 from export.contract import Manifest, Shard, StateFile, Stopped, version_dir
+from export.contract.publishing import stage
 from export.errors import ExportError
+from export.loaded import check_clean_process, load_version, portions
+from export.oracle import eval_mode
+from export.previous import Evicted, Previous, count_evicted, read_previous, with_evicted
+from export.probes import write_probes
 from export.progress import Progress
-from export.publish import choose_version, lock_collection, publish, stage
+from export.publish import choose_version, lock_collection, publish
 from export.published import check_devices, check_runtime
 from export.team import Team
 from export.triton_config import render_config
@@ -49,15 +54,49 @@ def build_version(
         chosen.append(number)
         mine = dataclasses.replace(order, version=number)
         team.each(lambda: _check_visible(directory))
+        previous = team.each(lambda: read_previous(repo, order.collection))
         written = team.together(
             lambda: list(write_version(directory, mine, shards, on_progress, hashes=team.rank == 0))
         )
-        parts = [part for rank in written for part in rank]
-        manifest = team.on_first(lambda: _describe(mine, parts))
-        team.each(lambda: check_version(directory, manifest, mine.source, on_progress, shards=shards))
+        draft = team.on_first(lambda: _describe(mine, [part for rank in written for part in rank]))
+        finished = team.together(
+            lambda: _finish(directory, draft, mine, previous, shards=shards, on_progress=on_progress)
+        )
+        manifest = team.on_first(lambda: _complete(draft, previous, finished))
         configs = [render_config(shard, manifest.runtime) for shard in manifest.shards]
         team.on_first(lambda: publish(repo, directory, manifest, configs))
         return manifest
+
+
+def _finish(
+    directory: Path,
+    manifest: Manifest,
+    order: VersionOrder,
+    previous: Previous | None,
+    *,
+    shards: Sequence[int],
+    on_progress: Progress,
+) -> tuple[list[StateFile], Evicted]:
+    """Check this rank's shards, write their probes, and count their evictions."""
+    touched = None if order.base is None else order.base.touched
+    probes: list[StateFile] = []
+    check_clean_process(directory, manifest, shards)
+    for portion in portions(manifest, shards):
+        loaded = load_version(directory, manifest, portion)
+        check_loaded(loaded, order.source, on_progress, touched=touched)
+        with eval_mode(order.source.module):
+            probes += write_probes(loaded, directory, order.source)
+    return probes, {} if previous is None else count_evicted(manifest, order.source, previous, shards)
+
+
+def _complete(
+    manifest: Manifest, previous: Previous | None, finished: Sequence[tuple[list[StateFile], Evicted]]
+) -> Manifest:
+    files = [*manifest.files, *(file for probes, _ in finished for file in probes)]
+    complete = manifest.model_copy(update={"files": tuple(sorted(files, key=lambda file: file.path))})
+    if previous is None:
+        return complete
+    return with_evicted(complete, previous, {shard: counts for _, own in finished for shard, counts in own.items()})
 
 
 def _check_same_options(team: Team, order: VersionOrder, version: int | None) -> None:

@@ -6,19 +6,21 @@ each shard's answers held against ``export.oracle``: bit by bit, int8 rows withi
 Shape suffixes: N ids of one table, M ids of a request to one shard, D embedding dimension, C columns on a shard.
 """
 
+import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from export.contract import Manifest, Routing, RowDtype, Shard, Table, hash_shard, training_bucket
+from export.changes import Touched
+from export.contract import NO_ROW, Manifest, Routing, RowDtype, Shard, Table
 from export.errors import ExportError
-from export.loaded import LoadedVersion, load_version
-from export.oracle import Answer, eval_mode, hash_ids, look_up
+from export.loaded import LoadedVersion, check_clean_process, load_version, portions
+from export.oracle import Answer, eval_mode, find_rows, hash_ids, look_up
 from export.progress import Progress
-from export.samples import IdsByTable, draw_requests, sweep_ids
+from export.routes import shard_of
+from export.samples import IdsByTable, draw_requests, special_ids, sweep_ids
 from export.source import CollectionSource, TableSource
 
 _RELEASE_EVERY = 16
@@ -33,7 +35,7 @@ def check_version(
     *,
     shards: Collection[int] | None = None,
 ) -> int:
-    """Hold the files in ``directory`` against the module.
+    """Hold the files in ``directory`` against the module; see ``check_loaded``.
 
     Args:
         directory: The version's directory.
@@ -42,32 +44,66 @@ def check_version(
         on_progress: Told (step, bytes of rows done, of how many).
         shards: Which ones; None: all.
 
-    Returns:
-        How many ids were compared.
-
     Raises:
         ExportError: A file does not load, or an answer differs; names the table and the first id that differs.
     """
     chosen = frozenset(range(manifest.num_shards) if shards is None else shards)
-    _check_tables(manifest, source, whole=len(chosen) == manifest.num_shards)
-    version = load_version(directory, manifest, chosen)
+    check_clean_process(directory, manifest, chosen)
+    return sum(
+        check_loaded(load_version(directory, manifest, portion), source, on_progress)
+        for portion in portions(manifest, chosen)
+    )
+
+
+def check_loaded(
+    version: LoadedVersion, source: CollectionSource, on_progress: Progress, *, touched: Touched | None = None
+) -> int:
+    """Hold the shards that were loaded against the module.
+
+    Args:
+        version: Its shards.
+        source: What it was exported from; it need not have rows of other shards.
+        on_progress: Told (step, bytes of rows done, of how many).
+        touched: Of a delta, the only rows that ``source`` has; None: it has all, and every id is compared.
+
+    Returns:
+        How many ids were compared.
+
+    Raises:
+        ExportError: An answer differs; names the table and the first id that differs.
+    """
+    manifest = version.manifest
+    _check_tables(manifest, source, whole=len(version.programs) == manifest.num_shards)
     version.check_maps()
     compared = 0
     step, row_bytes = "checking the answers", 4 * source.dim
     total, done = sum(_num_swept(table) for table in source.tables) * row_bytes, 0
     on_progress(step, 0, total)
     with eval_mode(source.module):
+        if touched is not None:
+            chosen = {table.name: _touched_ids(version, table, touched) for table in source.tables}
+            return _compare(version, source, chosen, raw=False, all_programs=True)
         for raw, ids_by_table in draw_requests(source):
             compared += _compare(version, source, ids_by_table, raw=raw, all_programs=True)
             on_progress(step, 0, total)
         for table in source.tables:
-            for at, ids_N in enumerate(sweep_ids(table)):
+            ids = itertools.chain([version.overlaid_ids(table.name)], sweep_ids(table))
+            for at, ids_N in enumerate(ids):
                 compared += _compare(version, source, {table.name: ids_N}, raw=False, all_programs=False)
                 done += int(ids_N.shape[0]) * row_bytes
                 if at % _RELEASE_EVERY == 0:
                     version.release()
                 on_progress(step, min(done, total), total)
     return compared
+
+
+def _touched_ids(version: LoadedVersion, table: TableSource, touched: Touched) -> torch.Tensor:
+    """Special ids, those of the overlay and those of touched rows, as far as they answer with a row that is there."""
+    rows = touched[table.name]
+    known = rows if table.map is None else table.map.ids_K[torch.isin(table.map.rows_K, rows)]
+    ids_N = torch.cat([special_ids(table), version.overlaid_ids(table.name), known])
+    rows_N, _ = find_rows(table, ids_N, version.manifest.table(table.name).unknown)
+    return ids_N[torch.isin(rows_N, rows) | (rows_N == NO_ROW)]
 
 
 def _num_swept(table: TableSource) -> int:
@@ -159,27 +195,6 @@ def _int8_error(rows_MD: torch.Tensor) -> torch.Tensor:
     low_M, high_M = torch.aminmax(rows_MD, dim=1)
     numbers = torch.finfo(torch.float32)
     return (high_M - low_M) / 510 + torch.maximum(low_M.abs(), high_M.abs()) * 4 * numbers.eps + numbers.tiny
-
-
-def shard_of(table: Table, ids_N: torch.Tensor, num_shards: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Shard of each id by the contract's rule, INT64 [N], where one shard has it.
-
-    An id of a plain table that no range holds goes to the first or the last one, to prove that they answer zeros.
-    """
-    ids = ids_N.numpy()
-    if table.routing is Routing.HASH:
-        return hash_shard(ids.view(np.uint64), num_shards).astype(np.int64)
-    if table.routing is Routing.TABLE:
-        return np.full(ids.shape, table.placements[0].shard, dtype=np.int64)
-    if table.routing is Routing.TRAINING:
-        rule = table.training
-        assert rule is not None
-        numbers = ids if rule.floor_modulo else ids.view(np.uint64)
-        bucket = training_bucket(numbers, input_hash_size=rule.input_hash_size, buckets=rule.buckets)
-        return np.take(np.array(table.bucket_shards, dtype=np.int64), bucket.astype(np.int64))
-    stops = np.array([piece.row_stop for piece in table.placements], dtype=np.int64)
-    place = np.searchsorted(stops, ids, side="right").clip(0, len(stops) - 1)
-    return np.take(np.array([piece.shard for piece in table.placements], dtype=np.int64), place)
 
 
 def _hold(table: Table, shard: Shard, want: _Asked, got: Answer, *, where: str) -> None:

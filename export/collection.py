@@ -1,9 +1,10 @@
 """Owns the order of an export and of a verification; each step lives in a module of its own.
 
-Public: ``export_collection``, ``export_sharded`` and ``verify_version``.
+Public: ``export_collection``, ``export_delta``, ``export_sharded`` and ``verify_version``.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -16,6 +17,7 @@ from export.assembly import VersionOrder
 from export.building import build_version
 from export.check import check_version
 from export.contract import Manifest, OutOfRange, RowDtype, Runtime, Unknown, check_collection_name, version_dir
+from export.delta import find_base, order_delta
 from export.errors import ExportError
 from export.input_hash import trace_input_hashes
 from export.options import Evicted
@@ -26,7 +28,7 @@ from export.published import check_files, find_version
 from export.reading import read_collection
 from export.restoring import restore_collection
 from export.row_units import check_units
-from export.sharded import ranks_of, read_sharded, sharding_plan_of
+from export.sharded import is_sharded, ranks_of, read_sharded, sharding_plan_of
 from export.sharding_plan import check_same_cuts, describe_cuts, read_sharding_plan
 from export.skew import warn_of_skew
 from export.source import CollectionSource
@@ -118,6 +120,62 @@ def export_collection(
     )
     shards = range(workers.rank, order.num_shards, workers.size)
     return build_version(Path(repo), order, version, team=workers, shards=shards, on_progress=on_progress)
+
+
+def export_delta(
+    module: nn.Module,
+    repo: str | Path,
+    *,
+    name: str,
+    base: int | None = None,
+    version: int | None = None,
+    evicted: str = Evicted.REFUSE,
+    checkpoint: str | Path | Mapping[str, Any] | None = None,
+    on_progress: Progress = silent,
+) -> Manifest:
+    """Write what a module answers otherwise than a published base: changed rows, new ids, and evicted ones.
+
+    Every row is compared with the base's; placement, row dtype and rules are the base's. The module is left as it was
+    found. A delta holds everything that differs from its base, whatever other deltas there are.
+
+    Args:
+        module: See ``export_collection``; or, sharded, ``export_sharded``: then every rank calls this.
+        repo: The model repository.
+        name: The collection.
+        base: A base's version number; None: the newest base.
+        version: A number that is not taken; None: the newest plus one.
+        evicted: See ``export_collection``.
+        checkpoint: See ``export_collection``.
+        on_progress: Told (step, done, of how many).
+
+    Returns:
+        The manifest of the new version.
+
+    Raises:
+        ExportError: There is no such base, the module is of other tables, another export runs, the disk is full, or the
+            overlay does not answer as the module does. Nothing is published.
+    """
+    root = Path(repo)
+    checked_name = _check_name(name)
+    sharded = is_sharded(module)
+    team: Team
+    with Ranks() if sharded else nullcontext(Alone()) as team:
+        found = team.each(lambda: find_base(root, checked_name, base))
+        if sharded:
+            _check_sharding(team, module)
+            if team.size != found.manifest.num_shards:
+                raise ExportError(
+                    f"{team.size} ranks, and base {found.manifest.version} has {found.manifest.num_shards} shards: each rank "
+                    "writes the shard of its own number; export a new base with export_sharded, or a delta from a checkpoint"
+                )
+        stored = found.manifest.tables[0].row_dtype
+        order = team.each(
+            lambda: order_delta(
+                _read_sharded(module, evicted, stored) if sharded else _read(module, checkpoint, evicted), found
+            )
+        )
+        shards = [team.rank] if sharded else range(order.num_shards)
+        return build_version(root, order, version, team=team, shards=shards, on_progress=on_progress)
 
 
 def export_sharded(

@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 
 from export.contract import StateFile
+from export.programs import ShardModule
 from export.progress import Progress
 from export.state import ShardState, materialise
-from export.trace import script_embedded, trace_shard
+from export.trace import script_embedded
 
 _BLOCK_BYTES = 8 << 20
 
@@ -23,7 +24,7 @@ def write_embedded(path: Path, state: ShardState, on_progress: Progress) -> Stat
         OSError: The disk is full, or does not take the file for another reason.
     """
     tensors = materialise(state, on_progress, f"writing {path.parent.name}")
-    program = script_embedded(state.kind, [tensors[name] for name in trace_shard(state.kind).state_names])
+    program = script_embedded(state.kind, [tensors[name] for name in ShardModule(state.kind).state_names])
     return _save(program, path)
 
 

@@ -3,7 +3,7 @@
 Shape suffixes: N ids of one table, M ids of a request to one shard.
 """
 
-import hashlib
+import functools
 import json
 import subprocess
 import sys
@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from export.contract import Manifest, Runtime, Shard, shard_dir
-from export.contract.layout import PROGRAM_FILE, STATE_FILE, TORCHSCRIPT_FILE
+from export.contract import Kind, Manifest, Runtime, Shard, shard_dir
+from export.contract.layout import PROGRAM_FILE, TORCHSCRIPT_FILE
 from export.errors import ExportError
-from export.mapped import MappedFile, map_safetensors
 from export.oracle import Answer
+from export.stored import StoredShard
 from export.trace import load_exported, load_torchscript
 
 Lookup = Callable[[Shard, Sequence[torch.Tensor]], list[Answer]]
@@ -27,12 +27,13 @@ Lookup = Callable[[Shard, Sequence[torch.Tensor]], list[Answer]]
 _CLEAN_PROCESS = """
 import json, sys
 import torch, fbgemm_gpu
-model = torch.jit.load(sys.argv[1])
-rows, row_ids, hits = model(torch.tensor([0]), torch.tensor(json.loads(sys.argv[2])), torch.tensor([1]))
+for path, lengths in json.loads(sys.argv[1]):
+    print(path, flush=True)
+    rows, row_ids, hits = torch.jit.load(path)(torch.tensor([0]), torch.tensor(lengths), torch.tensor([1]))
 foreign = {name.partition(".")[0] for name in sys.modules} & {"torchrec", "export", "service", "model_repo"}
 sys.exit(f"it brought {sorted(foreign)} in" if foreign else 0)
 """
-"""Loads a ``model.pt`` where nothing but torch and fbgemm_gpu is imported, and asks it for id 0."""
+"""Loads each ``model.pt`` where nothing but torch and fbgemm_gpu is imported, and asks it for id 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,17 +43,22 @@ class LoadedVersion:
     manifest: Manifest
     programs: Mapping[int, Mapping[str, Lookup]]
     """By shard: its programs, by file name."""
-    states: Mapping[int, list[torch.Tensor]]
-    """By shard, in the order of ``Shard.state``; none for shards that hold their own."""
+    stored: Mapping[int, StoredShard]
+    """By shard: its state; none for shards whose programs hold their own."""
     input_hashes: Mapping[str, nn.Module]
     """By file name."""
-    files: tuple[MappedFile, ...] = ()
-    """What the states are mapped from."""
 
     def release(self) -> None:
         """Give back the pages of the states, which would otherwise pile up to the size of all shards."""
-        for file in self.files:
-            file.release()
+        for stored in self.stored.values():
+            stored.release()
+
+    def overlaid_ids(self, table: str) -> torch.Tensor:
+        """Ids of a table that the overlays of a delta move or evict, over all shards that are here: INT64 [N]."""
+        parts = [torch.empty(0, dtype=torch.int64)]
+        for stored in self.stored.values():
+            parts += [stored.overlaid_ids(at) for at, held in enumerate(stored.tables) if held.name == table]
+        return torch.cat(parts)
 
     def check_maps(self) -> None:
         """A map holds as many ids as the manifest says; with every known id found later, it holds no other.
@@ -62,68 +68,91 @@ class LoadedVersion:
         Raises:
             ExportError: One does not.
         """
-        for index, state in self.states.items():
-            shard = self.manifest.shards[index]
-            held = dict(zip(shard.state, state, strict=True))
-            maps = [tensor[:, 0] for name, tensor in held.items() if name.endswith(("hash_table", "identities"))]
-            found = sum(int((ids != -1).sum()) for ids in maps)
-            wanted = sum(entry.zch_rows for entry in shard.tables)
-            if maps and found != wanted:
-                raise ExportError(f"shard {index}: its map holds {found} ids, the manifest says {wanted}")
+        for index, stored in self.stored.items():
+            for at, table in enumerate(stored.tables):
+                if not table.managed:
+                    continue
+                found, wanted = int(stored.served_ids(at).shape[0]), stored.shard.tables[at].zch_rows
+                if found != wanted:
+                    raise ExportError(
+                        f"table {table.name}: its map on shard {index} holds {found} ids, the manifest says {wanted}"
+                    )
 
 
 def load_version(directory: Path, manifest: Manifest, shards: Collection[int]) -> LoadedVersion:
     """Load shards of a version back from its files.
 
     Raises:
-        ExportError: A file does not load; for the ``pytorch`` runtime, also in a process of its own that has imported
-            torch and fbgemm_gpu alone.
+        ExportError: A file does not load.
     """
     chosen = sorted(shards)
     try:
         names = {table.input_hash for table in manifest.tables if table.input_hash is not None}
         hashes = {name: load_exported((directory / name).read_bytes()) for name in names}
         if manifest.runtime is Runtime.PYTORCH:
-            embedded = {index: {TORCHSCRIPT_FILE: _embedded(directory, manifest.shards[index])} for index in chosen}
-            return LoadedVersion(manifest=manifest, programs=embedded, states={}, input_hashes=hashes)
-        files = {index: MappedFile(shard_dir(directory, index) / STATE_FILE) for index in chosen}
-        states = {index: map_safetensors(files[index], manifest.shards[index].state) for index in chosen}
-        loaded: dict[str, nn.Module] = {}
-        programs = {index: _programs(shard_dir(directory, index), states[index], loaded) for index in chosen}
+            embedded = {index: {TORCHSCRIPT_FILE: _embedded(shard_dir(directory, index))} for index in chosen}
+            return LoadedVersion(manifest=manifest, programs=embedded, stored={}, input_hashes=hashes)
+        stored = {index: StoredShard(directory, manifest, index) for index in chosen}
+        places = {index: shard_dir(_base_directory(directory, manifest), index) for index in chosen}
+        programs = {index: _programs(places[index], stored[index].state) for index in chosen}
     except ExportError:
         raise
     except Exception as exc:  # upstream's loaders raise what they like
         raise ExportError(f"{directory}: its files cannot be loaded: {exc}") from exc
-    return LoadedVersion(
-        manifest=manifest, programs=programs, states=states, input_hashes=hashes, files=tuple(files.values())
-    )
+    return LoadedVersion(manifest=manifest, programs=programs, stored=stored, input_hashes=hashes)
 
 
-def _programs(place: Path, state: list[torch.Tensor], loaded: dict[str, nn.Module]) -> Mapping[str, Lookup]:
-    """Both programs of a shard; shards of one kind share what has been loaded."""
-    found: dict[str, Lookup] = {}
-    for file, load in ((PROGRAM_FILE, load_exported), (TORCHSCRIPT_FILE, load_torchscript)):
-        content = (place / file).read_bytes()
-        digest = hashlib.sha256(content).hexdigest()
-        if digest not in loaded:
-            loaded[digest] = load(content)
-        found[file] = _lookup(loaded[digest], file, state)
-    return found
+def _base_directory(directory: Path, manifest: Manifest) -> Path:
+    return directory if manifest.kind is Kind.BASE else directory.parent / str(manifest.base)
 
 
-def _embedded(directory: Path, shard: Shard) -> Lookup:
-    path = shard_dir(directory, shard.index) / TORCHSCRIPT_FILE
-    lengths = [int(at == 0) for at in range(len(shard.tables))]
+def _programs(place: Path, state: list[torch.Tensor]) -> Mapping[str, Lookup]:
+    """Both programs of a shard."""
+    loaders = {PROGRAM_FILE: _load_exported, TORCHSCRIPT_FILE: _load_torchscript}
+    return {file: _lookup(load((place / file).read_bytes()), file, state) for file, load in loaders.items()}
+
+
+@functools.lru_cache(maxsize=8)
+def _load_exported(content: bytes) -> nn.Module:
+    """A program holds no state, so shards and versions of one kind share it; loading one takes a second."""
+    return load_exported(content)
+
+
+@functools.lru_cache(maxsize=8)
+def _load_torchscript(content: bytes) -> nn.Module:
+    return load_torchscript(content)
+
+
+def portions(manifest: Manifest, shards: Collection[int]) -> list[list[int]]:
+    """Shards that may be in memory at a time: all where states are mapped, one where a program holds its own."""
+    chosen = sorted(shards)
+    return [[index] for index in chosen] if manifest.runtime is Runtime.PYTORCH else [chosen]
+
+
+def check_clean_process(directory: Path, manifest: Manifest, shards: Collection[int]) -> None:
+    """Run the programs of the ``pytorch`` runtime in a process of its own that has imported torch and fbgemm_gpu alone.
+
+    Raises:
+        ExportError: One does not run there.
+    """
+    asked = [
+        (str(shard_dir(directory, index) / TORCHSCRIPT_FILE), [int(at == 0) for at in range(len(shard.tables))])
+        for index in sorted(shards)
+        if (shard := manifest.shards[index]).tables
+    ]
+    if manifest.runtime is not Runtime.PYTORCH or not asked:
+        return
     done = subprocess.run(  # noqa: S603  our own interpreter, our own text
-        [sys.executable, "-c", _CLEAN_PROCESS, str(path), json.dumps(lengths)],
-        check=False,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", _CLEAN_PROCESS, json.dumps(asked)], check=False, capture_output=True, text=True
     )
-    if done.returncode and shard.tables:
+    if done.returncode:
+        path = (done.stdout.split("\n")[:-1] or [str(directory)])[-1]
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
         raise ExportError(f"{path}: a process with torch and fbgemm_gpu alone cannot run it: {last[0]}")
-    return _lookup(torch.jit.load(path), TORCHSCRIPT_FILE, torch.tensor([1]))  # type: ignore[no-untyped-call]
+
+
+def _embedded(place: Path) -> Lookup:
+    return _lookup(torch.jit.load(place / TORCHSCRIPT_FILE), TORCHSCRIPT_FILE, torch.tensor([1]))  # type: ignore[no-untyped-call]
 
 
 def _lookup(program: nn.Module, file: str, last: torch.Tensor | list[torch.Tensor]) -> Lookup:
@@ -134,7 +163,7 @@ def _lookup(program: nn.Module, file: str, last: torch.Tensor | list[torch.Tenso
         lengths = [int(ids.shape[0]) for ids in ids_by_table]
         try:
             with torch.no_grad():
-                rows, row_ids, hits = program(ids_M, torch.tensor(lengths, dtype=torch.int64), last)
+                rows, row_ids, hits, *_ = program(ids_M, torch.tensor(lengths, dtype=torch.int64), last)
         except Exception as exc:  # a broken program may raise anything
             raise ExportError(f"shard {shard.index}: {file} fails on {lengths} ids: {exc}") from exc
         units = [entry.width // shard.width for entry in shard.tables]

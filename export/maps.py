@@ -43,8 +43,7 @@ def unconsumed_rows(table: str, modules: Sequence[nn.Module], evicted: Evicted) 
     Raises:
         ExportError: There are some, and ``evicted`` is ``refuse``.
     """
-    # TorchRec also notes an eviction that took no id, so it is the rows that count.
-    named = [rows for module in modules for rows in _evicted_rows(module) if rows.numel()]
+    named = [rows for module in modules for rows in evicted_rows(module)]
     if not named:
         return None
     if evicted is Evicted.REFUSE:
@@ -56,10 +55,13 @@ def unconsumed_rows(table: str, modules: Sequence[nn.Module], evicted: Evicted) 
     return torch.cat(named)
 
 
-def _evicted_rows(module: Any) -> list[torch.Tensor]:
+def evicted_rows(module: Any) -> list[torch.Tensor]:
+    """Rows that a module's ``evict()`` would name, in the whole table's numbering; does not call it."""
     if isinstance(module, MCHManagedCollisionModule):
-        return [module._evicted_emb_indices.to(torch.int64).cpu()] if module._evicted else []
-    return [rows.cpu() + _first_row(module) for rows in module._evicted_indices]
+        named = [module._evicted_emb_indices.to(torch.int64).cpu()] if module._evicted else []
+    else:
+        named = [rows.cpu() + _first_row(module) for rows in module._evicted_indices]
+    return [rows for rows in named if rows.numel()]  # TorchRec also notes an eviction that took no id
 
 
 def _first_row(module: Any) -> int:

@@ -1,6 +1,6 @@
 """Owns an MCH table's part of a shard: the ids that it serves, their local rows, and the rows of unknown ids.
 
-Shape suffixes: K ids of the table on this shard, S slots of the hash table, B training buckets.
+Shape suffixes: K ids of the table on this shard, B training buckets.
 """
 
 import itertools
@@ -12,11 +12,10 @@ import torch
 
 from export.bucket_state import ONE_BUCKET, bucket_rule
 from export.contract import NO_ROW, Routing, ShardTable, TrainingBuckets, Unknown, hash_shard
+from export.hash_table import build_hash_table
 from export.rows import TableRows
 from export.source import MapSource
 from export.state import PlacedTable
-
-_MIN_SLOTS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +106,9 @@ def build_mch_tensors(tables: Sequence[MchTable | None], row_ids: torch.Tensor) 
         tables: The shard's tables in order; None where one is of another kind.
         row_ids: Trainer's row of every local row of the shard.
     """
-    hash_table, offsets = _build_hash_table(tables)
+    empty = torch.empty(0, dtype=torch.int64)
+    keyed = [(empty, empty) if table is None else (table.ids_K, table.locals_K) for table in tables]
+    hash_table, offsets = build_hash_table(keyed)
     rules = [ONE_BUCKET if table is None else table.training for table in tables]
     unknown = [torch.zeros(1, dtype=torch.int64) if table is None else table.unknown_B for table in tables]
     tensors = {
@@ -117,23 +118,3 @@ def build_mch_tensors(tables: Sequence[MchTable | None], row_ids: torch.Tensor) 
         "hash_table": hash_table,
     }
     return tensors if all(rule.buckets == 1 for rule in rules) else bucket_rule(rules) | tensors
-
-
-def _build_hash_table(tables: Sequence[MchTable | None]) -> tuple[torch.Tensor, torch.Tensor]:
-    """One hash table for all tables of the shard, half full, and after them the always empty one."""
-    sizes = [0 if table is None else int(table.ids_K.shape[0]) for table in tables] + [0]
-    slots = [max(_MIN_SLOTS, 2 * size) for size in sizes]
-    # Whole cache lines of 4 slots: what follows in the file, the rows, and the slots themselves start on one.
-    slots[-1] += -sum(slots) % 4
-    hash_table = torch.full((sum(slots), 2), -1, dtype=torch.int64)
-    offsets = torch.tensor([0, *slots]).cumsum(0)
-    empty = torch.empty(0, dtype=torch.int64)
-    held = [table for table in tables if table is not None]
-    torch.ops.fbgemm.pruned_hashmap_insert(
-        torch.cat([table.ids_K for table in held] + [empty]),
-        torch.cat([table.locals_K for table in held] + [empty]),
-        torch.tensor([0, *sizes]).cumsum(0),
-        hash_table,
-        offsets,
-    )
-    return hash_table, offsets

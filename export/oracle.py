@@ -64,16 +64,19 @@ def look_up(
     An id without a row (a plain table's that is out of range) gets zeros, row id −1 and no hit. Of each row, the given
     columns, one span after the other.
     """
-    if table.map is None:
-        hits_N = (ids_N >= 0) & (ids_N < table.rows)
-        rows_N = torch.where(hits_N, ids_N, NO_ROW)
-    else:
-        rows_N, hits_N = remap_ids(table.map, ids_N)
-        if unknown is Unknown.ZERO:
-            rows_N = torch.where(hits_N, rows_N, NO_ROW)
+    rows_N, hits_N = find_rows(table, ids_N, unknown)
     parts = [table.numbers.gather(rows_N, columns=span) for span in columns]
     rows_ND = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     return Answer(embeddings_ND=rows_ND, row_ids_N=rows_N, hits_N=hits_N)
+
+
+def find_rows(table: TableSource, ids_N: torch.Tensor, unknown: Unknown) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row INT64 [N] and hit BOOL [N] of ids, as in ``look_up``."""
+    if table.map is None:
+        hits_N = (ids_N >= 0) & (ids_N < table.rows)
+        return torch.where(hits_N, ids_N, NO_ROW), hits_N
+    rows_N, hits_N = remap_ids(table.map, ids_N)
+    return (torch.where(hits_N, rows_N, NO_ROW) if unknown is Unknown.ZERO else rows_N), hits_N
 
 
 def remap_ids(source: MapSource, ids_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,6 @@
 """Owns the reading of an unsharded TorchRec module; must not change the module or write a file."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,28 +20,46 @@ from export.shards import local_shards
 from export.source import CollectionSource, MapSource, TableSource
 
 
-def read_collection(module: nn.Module, *, evicted: Evicted = Evicted.REFUSE) -> CollectionSource:
+def read_collection(
+    module: nn.Module,
+    *,
+    evicted: Evicted = Evicted.REFUSE,
+    collisions: Mapping[str, nn.Module] | None = None,
+    numbers: Mapping[str, TableRows] | None = None,
+) -> CollectionSource:
     """Describe a TorchRec module without copying its rows.
 
     Args:
         module: An unsharded ``EmbeddingCollection`` or ``ManagedCollisionEmbeddingCollection``.
         evicted: What to do when ids were evicted and ``evict()`` has not been called.
+        collisions: By table, managed collision modules to read in place of the module's own: copies of them.
+        numbers: By table, rows to read in place of the module's own.
 
     Raises:
         ExportError: It is something else, or a table of it is not served; names the table and what to do.
     """
-    collection, collisions = split_module(module)
+    collection, own = split_module(module)
+    maps = own if collisions is None else collisions
     configs = collection.embedding_configs()
     if not configs:
         raise ExportError("the module has no tables: there is nothing to serve")
     names = collection.embedding_names_by_table()
+
+    def rows_of(config: Any, zeroed: torch.Tensor | None) -> TableRows:
+        if numbers is not None:
+            return numbers[config.name]
+        return read_rows(config, collection.embeddings[config.name].weight, zeroed)
+
     tables = tuple(
-        _read_table(config, collection.embeddings[config.name], tuple(own), collisions, evicted)
-        for config, own in zip(configs, names, strict=True)
+        _read_table(config, tuple(embedding_names), maps, evicted, rows_of)
+        for config, embedding_names in zip(configs, names, strict=True)
     )
     check_embedding_names(tables)
     return CollectionSource(
-        module=module, tables=tables, managed=collisions is not None, need_indices=collection.need_indices()
+        module=module if collisions is None else nn.ModuleDict(dict(collisions)),
+        tables=tables,
+        managed=maps is not None,
+        need_indices=collection.need_indices(),
     )
 
 
@@ -111,7 +129,11 @@ def _is_text(name: str) -> bool:
 
 
 def _read_table(
-    config: Any, embedding: nn.Module, embedding_names: tuple[str, ...], collisions: Any | None, evicted: Evicted
+    config: Any,
+    embedding_names: tuple[str, ...],
+    collisions: Any | None,
+    evicted: Evicted,
+    rows_of: Callable[[Any, torch.Tensor | None], TableRows],
 ) -> TableSource:
     features = check_config(config)
     zeroed = None
@@ -125,7 +147,7 @@ def _read_table(
         name=config.name,
         features=features,
         embedding_names=embedding_names,
-        numbers=read_rows(config, embedding.weight, zeroed),
+        numbers=rows_of(config, zeroed),
         map=source,
     )
 

@@ -1,7 +1,7 @@
 """Owns how a shard turns ids into local rows, as modules to be traced; must not know how rows are stored.
 
-Each takes (ids INT64 [N], table_lengths INT64 [T], its state) and gives (local rows INT64, row ids INT64 [N], hits BOOL
-[N]). Every size is dynamic: N = 0, a shard without tables and a table without rows are ordinary. Local row 0 is a row of
+Each takes (ids INT64 [N], table_lengths INT64 [T], its state) and gives (local rows INT64 [N], row ids INT64 [N], hits
+BOOL [N]). Every size is dynamic: N = 0, a shard without tables and a table without rows are ordinary. Local row 0 is a row of
 zeros wherever an id can be without a row.
 
 Shape suffixes: N ids of a request, T tables of the shard, S slots of the hash table, R rows of the shard, B training
@@ -46,7 +46,7 @@ class PlainRemap(nn.Module):
 
 
 class WideRemap(nn.Module):
-    """``PlainRemap`` for tables of different widths: a row of a table is ``units`` local rows, one after the other."""
+    """``PlainRemap`` for tables of different widths: a row of a table is ``units`` local rows, and this finds the first."""
 
     no_row: Final[int] = NO_ROW
     state_names = ("row_starts", "row_stops", "row_offsets", "row_units")
@@ -54,15 +54,39 @@ class WideRemap(nn.Module):
     def forward(
         self, ids_N: torch.Tensor, table_lengths_T: torch.Tensor, state: list[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Remap to [N'] local rows, N' the sum of units; ``row_offsets`` is added to row number times units."""
+        """Remap; ``row_offsets`` is added to row number times units."""
         hits_N = is_in_range(ids_N, table_lengths_T, state)
         offsets_N = spread(state[2], table_lengths_T, ids_N)
         units_N = spread(state[3], table_lengths_T, ids_N)
-        first_N = torch.where(hits_N, ids_N * units_N + offsets_N, 0)
+        return torch.where(hits_N, ids_N * units_N + offsets_N, 0), torch.where(hits_N, ids_N, self.no_row), hits_N
+
+
+class OneUnit(nn.Module):
+    """All tables are as wide as the reply: an id has one local row."""
+
+    def forward(
+        self,
+        first_N: torch.Tensor,
+        ids_N: torch.Tensor,  # noqa: ARG002  the same inputs as AllUnits
+        table_lengths_T: torch.Tensor,  # noqa: ARG002
+        state: list[torch.Tensor],  # noqa: ARG002
+    ) -> torch.Tensor:
+        """Local rows [N] as they are."""
+        return first_N
+
+
+class AllUnits(nn.Module):
+    """Every local row of an id, from its first on."""
+
+    def forward(
+        self, first_N: torch.Tensor, ids_N: torch.Tensor, table_lengths_T: torch.Tensor, state: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """Local rows [N'], N' the sum of units; ``state`` is that of ``WideRemap``."""
+        units_N = spread(state[3], table_lengths_T, ids_N)
         shift_N = first_N - (units_N.cumsum(0) - units_N) - 1
         local = torch.repeat_interleave(shift_N, units_N)
         # Counted and not arange, whose device the tracer would fix.
-        return local + torch.ones_like(local).cumsum(0), torch.where(hits_N, ids_N, self.no_row), hits_N
+        return local + torch.ones_like(local).cumsum(0)
 
 
 class MchRemap(nn.Module):

@@ -4,13 +4,18 @@ Reads manifests only; must not import torch.
 """
 
 import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Column
 from rich.table import Table as Grid
 from rich.text import Text
 
-from export.contract import Manifest, Routing, RowDtype, Shard, Table
+from export.contract import Kind, Manifest, Routing, RowDtype, Shard, Table
+
+if TYPE_CHECKING:
+    from export.diff import TableDiff
 
 _MANAGED_ROWS = (
     "A managed table has on each shard its share of the rows and a copy of the row for unknown ids; "
@@ -21,7 +26,8 @@ _MANAGED_ROWS = (
 def describe_version(manifest: Manifest, published: list[int]) -> RenderableType:
     """A version for reading: where its tables lie, how full their maps are, and how large its shards."""
     maps = [describe_maps(manifest)] if any(table.managed for table in manifest.tables) else []
-    return Group(_title(manifest, published), describe_tables(manifest), *maps, describe_shards(manifest))
+    overlay = [describe_overlay(manifest)] if manifest.kind is Kind.DELTA else []
+    return Group(_title(manifest, published), describe_tables(manifest), *maps, *overlay, describe_shards(manifest))
 
 
 def describe_tables(manifest: Manifest) -> Grid:
@@ -64,6 +70,32 @@ def describe_shards(manifest: Manifest) -> Grid:
     for shard in manifest.shards:
         size = human_bytes(shard.state_bytes)
         grid.add_row(str(shard.index), shard.model, shard.device, str(len(shard.tables)), size)
+    return grid
+
+
+def describe_overlay(manifest: Manifest) -> Grid:
+    """What a delta holds of each table, over all shards: ids with another row, evicted ids, rows."""
+    grid = Grid("table")
+    for column in ("ids moved or new", "evicted", "rows", "of rows"):
+        grid.add_column(column, justify="right")
+    for table in manifest.tables:
+        held = [entry for shard in manifest.shards for entry in shard.tables if entry.table == table.name]
+        sums = [
+            sum(getattr(entry, name) for entry in held)
+            for name in ("overlay_ids", "overlay_tombstones", "overlay_rows")
+        ]
+        grid.add_row(*map(Text, (table.name, *(f"{number:,}" for number in sums), f"{table.rows:,}")))
+    return grid
+
+
+def describe_diff(tables: "Sequence[TableDiff]") -> Grid:
+    """What each table answers otherwise."""
+    grid = Grid("table")
+    for column in ("ids added", "evicted", "moved", "rows changed"):
+        grid.add_column(column, justify="right")
+    for table in tables:
+        numbers = (table.added, table.evicted, table.moved, table.changed)
+        grid.add_row(*map(Text, (table.table, *(f"{number:,}" for number in numbers))))
     return grid
 
 

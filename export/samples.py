@@ -57,7 +57,7 @@ def _ids(table: TableSource, size: int, distinct: int, rng: np.random.Generator)
 def sweep_ids(table: TableSource) -> Iterator[torch.Tensor]:
     """Every id that is special, then every id that has a row, in row order, some thousand at a time."""
     step = max(1, _SWEEP_BYTES // (4 * table.dim))
-    yield torch.from_numpy(_edges(table))
+    yield special_ids(table)
     if table.map is not None:
         # Rows may lie in files, on both sides: read from front to back, a page is brought in once.
         yield from torch.split(table.map.ids_K[torch.argsort(table.map.rows_K)], step)
@@ -66,8 +66,12 @@ def sweep_ids(table: TableSource) -> Iterator[torch.Tensor]:
         yield torch.arange(first, min(first + step, table.rows))
 
 
+def special_ids(table: TableSource) -> torch.Tensor:
+    """The sentinels and their neighbours, the ends of the table's rows, and those of training's blocks: INT64 [N]."""
+    return torch.from_numpy(_edges(table))
+
+
 def _edges(table: TableSource) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The sentinels and their neighbours, the ends of the table's rows, and those of training's blocks."""
     edges = [*SENTINEL_IDS, INT64_MAX - 1, -INT64_MAX - 1, -2, 0, table.rows - 1, table.rows]
     if table.map is not None:
         edges += _block_edges(table.map.training)

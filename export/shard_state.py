@@ -10,6 +10,7 @@ import torch
 from export.contract import NO_ROW, Remap, RowDtype, ShardTable
 from export.mch_state import MchTable, build_mch_tensors, cut_mch
 from export.mpzch_state import MpzchTable, build_mpzch_tensors, cut_mpzch
+from export.overlay_state import no_overlay
 from export.programs import ProgramKind, RemapKind
 from export.remaps import BUCKET_STATE
 from export.row_units import unit_of
@@ -58,6 +59,7 @@ def _build_plain(shard: int, tables: Sequence[PlacedTable], dim: int, row_dtype:
         ),
         errors=errors,
         tensors=(
+            *no_overlay(num_tables=len(tables), managed=False, width=width, row_dtype=row_dtype),
             *(ready(name, torch.tensor(values, dtype=torch.int64)) for name, values in named.items()),
             *row_tensors(blocks, zero_rows=zero_rows, width=width, row_dtype=row_dtype, errors=errors),
         ),
@@ -108,6 +110,7 @@ def _build_managed(
         entries=tuple((probed.get(name) or looked_up[name]).entry for name in names),
         errors=errors,
         tensors=(
+            *no_overlay(num_tables=len(tables), managed=True, width=dim, row_dtype=row_dtype),
             *(ready(name, tensor) for name, tensor in tensors.items()),
             *row_tensors(blocks, zero_rows=0, width=dim, row_dtype=row_dtype, errors=errors),
         ),

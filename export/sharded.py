@@ -69,6 +69,15 @@ def read_sharded(
     )
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``read_sharded`` reads it."""
+    try:
+        _split(module)
+    except ExportError:
+        return False
+    return True
+
+
 def sharding_plan_of(module: nn.Module) -> Mapping[str, ParameterSharding]:
     """The plan that a sharded module was made with.
 

@@ -16,6 +16,7 @@ import torch
 
 from export.contract import Placement, Routing, ShardTable, StateFile, Unknown
 from export.mapped import SAFETENSORS_DTYPES
+from export.overlays import OVERLAY
 from export.programs import ProgramKind
 from export.progress import Progress
 from export.source import TableSource
@@ -46,11 +47,9 @@ def ready(name: str, tensor: torch.Tensor) -> StateTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardState:
-    """What one shard holds."""
+class StoredState:
+    """What a shard's state file or overlay file holds."""
 
-    kind: ProgramKind
-    """The program that reads it."""
     entries: tuple[ShardTable, ...]
     errors: Mapping[str, float]
     """By table, what its stored rows differ by at most; complete once the tensors have been written."""
@@ -71,6 +70,14 @@ class ShardState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShardState(StoredState):
+    """What one shard of a base holds."""
+
+    kind: ProgramKind
+    """The program that reads it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedTable:
     """A table with its routing, as the exporter hands it on."""
 
@@ -84,7 +91,7 @@ class PlacedTable:
         return tuple(piece for piece in self.placements if piece.shard == shard)
 
 
-def write_state(path: Path, state: ShardState, on_progress: Progress) -> StateFile:
+def write_state(path: Path, state: StoredState, on_progress: Progress) -> StateFile:
     """Stream a state into a new safetensors file and onto the disk; the path in the answer is the file's name only."""
     step = f"writing {path.parent.name}"
     header = _header(state)
@@ -101,11 +108,11 @@ def write_state(path: Path, state: ShardState, on_progress: Progress) -> StateFi
     return StateFile(path=path.name, size_bytes=size, sha256=digest.hexdigest())
 
 
-def _header(state: ShardState) -> bytes:
+def _header(state: StoredState) -> bytes:
     offset, before_rows = 0, 0
     entries: dict[str, object] = {}
     for tensor in state.tensors:
-        if tensor.name == "rows":
+        if tensor.name in {"rows", f"{OVERLAY}rows"}:
             before_rows = offset
         span = [offset, offset + tensor.nbytes]
         entries[tensor.name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
@@ -115,7 +122,7 @@ def _header(state: ShardState) -> bytes:
     return header + b" " * (-(8 + len(header) + before_rows) % _ALIGNMENT)
 
 
-def _serialised(header: bytes, state: ShardState) -> Iterator[memoryview]:
+def _serialised(header: bytes, state: StoredState) -> Iterator[memoryview]:
     yield memoryview(len(header).to_bytes(8, "little"))
     yield memoryview(header)
     for tensor in state.tensors:
@@ -128,7 +135,7 @@ def _serialised(header: bytes, state: ShardState) -> Iterator[memoryview]:
         assert size == tensor.nbytes, tensor.name
 
 
-def materialise(state: ShardState, on_progress: Progress, step: str) -> dict[str, torch.Tensor]:
+def materialise(state: StoredState, on_progress: Progress, step: str) -> dict[str, torch.Tensor]:
     """All tensors of a state in memory, by name: for programs that hold their own."""
     tensors: dict[str, torch.Tensor] = {}
     size = 0

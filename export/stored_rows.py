@@ -60,7 +60,7 @@ def row_tensors(
         yield torch.zeros(zero_rows, width, dtype=DTYPES[row_dtype])
         at = zero_rows
         for block in blocks:
-            for stored in _store(block, row_dtype):
+            for stored in stored_chunks(block, row_dtype):
                 units = block.width // width
                 if stored.scales_N2 is not None:
                     scales_R2[at : at + stored.rows_NC.shape[0] * units] = stored.scales_N2.repeat_interleave(units, 0)
@@ -73,7 +73,8 @@ def row_tensors(
     return (rows, ready("row_scales", scales_R2)) if row_dtype is RowDtype.INT8 else (rows,)
 
 
-def _store(block: RowBlock, row_dtype: RowDtype) -> Iterator[StoredRows]:
+def stored_chunks(block: RowBlock, row_dtype: RowDtype) -> Iterator[StoredRows]:
+    """The rows of a block in their stored format, ``CHUNK_BYTES`` of FP32 at a time."""
     numbers = block.numbers
     # int8 needs the whole row. The other formats need no more than is stored here, and a rank may have no more.
     whole = row_dtype is RowDtype.INT8

@@ -102,7 +102,7 @@ _BUCKETS = (4, 7, -(1 << 63), 2, 0, 0)
 
 def _examples(kind: ProgramKind, state_names: tuple[str, ...]) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Three tables; sizes that differ from each other and from 0 and 1, so that the tracer ties none of them together."""
-    rows, buckets = 11, 6
+    rows, buckets, changed = 11, 6, 5
     default_rows = torch.arange(2, 2 + buckets) if "bucketed" in kind.remap else torch.tensor([8, 9, 10])
     tensors = {
         "row_starts": torch.tensor([0, 2, 4]),
@@ -121,6 +121,15 @@ def _examples(kind: ProgramKind, state_names: tuple[str, ...]) -> tuple[torch.Te
         "miss_rows": torch.tensor([-1, -1, 3]),
         "probe_kinds": torch.tensor([0, 1, 0]),
         "mpzch_tables": torch.tensor([0, 1, 0]),
+        "overlay_map": torch.full((31, 2), -1),
+        "overlay_map_offsets": torch.tensor([0, 8, 16, 23, 31]),
+        "overlay_locals": torch.arange(3),
+        "overlay_row_ids": torch.arange(3),
+        "overlay_hits": torch.ones(3, dtype=torch.int64),
+        "overlay_changed": torch.full((17, 2), -1),
+        "overlay_changed_offsets": torch.tensor([0, 9, 17]),
+        "overlay_row_scales": torch.ones(changed, 2),
+        "overlay_rows": torch.zeros(changed, kind.width, dtype=DTYPES[kind.row_dtype]),
         "row_scales": torch.ones(rows, 2),
         "rows": torch.zeros(rows, kind.width, dtype=DTYPES[kind.row_dtype]),
         **{name: torch.tensor([value] * 3) for name, value in zip(BUCKET_STATE, _BUCKETS, strict=True)},

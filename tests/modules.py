@@ -130,12 +130,15 @@ def untrained_collection(
     return ManagedCollisionEmbeddingCollection(collection, ManagedCollisionCollection(modules, tables))
 
 
-def train(module: ManagedCollisionEmbeddingCollection, *, steps: int = 12, seed: int = 0) -> None:
-    """Stream skewed 64-bit ids through each table's module; evicted rows are reset, as TorchRec's trainer does."""
+def train(module: ManagedCollisionEmbeddingCollection, *, steps: int = 12, seed: int = 0, first_step: int = 0) -> None:
+    """Stream skewed 64-bit ids through each table's module; evicted rows are reset, as TorchRec's trainer does.
+
+    Each step brings ids of its own: training that goes on goes on at ``first_step``.
+    """
     generator = torch.Generator().manual_seed(seed)
     module.train()
     collisions = module._managed_collision_collection._managed_collision_modules
-    for step in range(steps):
+    for step in range(first_step, first_step + steps):
         for config in module._embedding_module.embedding_configs():
             collision = collisions[config.name]
             ids = _skewed_ids(config.num_embeddings, step, generator)

@@ -30,7 +30,7 @@ from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingColle
 from torchrec.modules.mc_modules import ManagedCollisionCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from export import export_collection, export_sharded
+from export import export_collection, export_delta, export_sharded
 from export.errors import ExportError
 from export.progress import silent
 from export.team import Ranks
@@ -162,7 +162,9 @@ def main() -> None:
     rank, world, folder = dist.get_rank(), dist.get_world_size(), Path(sys.argv[1])
     repo, notes = folder / "repo", {}
     plain, managed = shard_plain(world), shard_managed(world)
+    export_sharded(managed, repo, name="fresh")
     train(managed, rank)
+    export_delta(managed, repo, name="fresh")
     export_sharded(plain, repo, name="plain", out_of_range="zero")
     export_sharded(managed, repo, name="managed")
     export_sharded(managed, repo, name="managed", row_dtype="int8")

@@ -64,13 +64,17 @@ def served(
             for table in held
         ]
         asked = [ids[table.name][at] for table, places in zip(held, chosen, strict=True) for at in places]
-        state = load_file(place / "state.safetensors")
-        rows, row_ids, hits = _program((place / program).read_bytes())(
+        base = shard_dir(version_dir(repo, manifest.collection, manifest.base), shard.index)
+        state = load_file(base / "state.safetensors")
+        if manifest.base != manifest.version:
+            state |= load_file(place / "overlay.safetensors")
+        rows, row_ids, hits, overlaid = _program((base / program).read_bytes())(
             torch.tensor(asked, dtype=torch.int64),
             torch.tensor([len(places) for places in chosen], dtype=torch.int64),
             [state[name] for name in shard.state],
         )
         assert rows.dtype == torch.float32
+        assert manifest.base != manifest.version or not overlaid.any()
         assert rows.shape[1] == shard.width
         numbers = iter(rows)
         flat = zip(row_ids.tolist(), hits.tolist(), strict=True)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from export.bucket_state import bucket_rule
 from export.contract import INT64_MAX, TrainingBuckets, as_unsigned, training_bucket
-from export.remaps import BUCKET_STATE, WideRemap, find_bucket
+from export.remaps import BUCKET_STATE, AllUnits, WideRemap, find_bucket
 
 IDS = st.integers(-INT64_MAX - 1, INT64_MAX)
 EDGES = [0, 1, -1, INT64_MAX, -INT64_MAX - 1, -INT64_MAX, 2**62, 2**62 - 1, 999, 1000, 1001]
@@ -52,7 +52,8 @@ def test_a_wide_row_is_its_units_one_after_the_other(units):
     offsets = torch.tensor([10, 20, 30])
     state = [starts, stops, offsets, torch.tensor(units)]
     ids, lengths = torch.tensor([2, -1, 4, 5, 6, 2]), torch.tensor([2, 3, 1])
-    local, row_ids, hits = WideRemap()(ids, lengths, state)
+    first_local, row_ids, hits = WideRemap()(ids, lengths, state)
+    local = AllUnits()(first_local, ids, lengths, state)
     assert hits.tolist() == [True, False, True, True, False, False]
     assert row_ids.tolist() == [2, -1, 4, 5, -1, -1]
     first = [2 * units[0] + 10, 0, 4 * units[1] + 20, 5 * units[1] + 20, 0, 0]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from export.contract import INT64_MAX, NO_ROW, SENTINEL_IDS, Remap, Routing, as_unsigned, read_manifest, versions
+from export.contract import INT64_MAX, NO_ROW, SENTINEL_IDS, Kind, Remap, Routing, as_unsigned, read_manifest, versions
 from tests.export.ranks import MAPPED, ROWS, weight_of
 from tests.export.reader import bucket_of, row_bytes, served
 
@@ -62,11 +62,14 @@ def test_each_rank_writes_its_own_shard_and_rows_are_the_trained_ones(exported):
         assert answers[table] == [(*row_of(table, row), row != NO_ROW) for row in wanted]
 
 
-@pytest.mark.parametrize("name", ["managed", "copied"])
+@pytest.mark.parametrize("name", ["managed", "fresh", "copied"])
 def test_every_id_gets_the_row_of_the_rank_that_trained_it(exported, name):
-    """Live with ``training`` routing, and from the checkpoint by ``hash`` over 3 shards by a team, module on meta."""
+    """Live with ``training`` routing, as a delta on maps that were empty, and from the checkpoint by ``hash`` over 3 shards
+    by a team, module on meta.
+    """
     world, folder, _ = exported
-    manifest = read_manifest(folder / "repo", name, 1)
+    manifest = read_manifest(folder / "repo", name, 2 if name == "fresh" else 1)
+    assert manifest.kind is (Kind.DELTA if name == "fresh" else Kind.BASE)
     assert manifest.num_shards == (3 if name == "copied" else world)
     states = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(world)]
     ids, wanted = {}, {}
