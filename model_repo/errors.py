@@ -7,6 +7,8 @@
     └── RequestError       one request's mistake; its neighbours are answered
         ├── BadRequest       the request breaks a rule
         ├── WrongVersion     the request pins a version that is served elsewhere, or nowhere
+        ├── NotReady         the delta that the request pins is being mapped
+        ├── Unservable       the delta that the request pins cannot be mapped
         └── Cancelled        nobody waits for the answer any more
 """
 
@@ -29,6 +31,14 @@ class BadRequest(RequestError):
 
 class WrongVersion(RequestError):
     """The request pins a version that this process does not serve."""
+
+
+class NotReady(RequestError):
+    """The delta that the request pins is being mapped: ask again."""
+
+
+class Unservable(RequestError):
+    """The delta that the request pins cannot be mapped; the message says why. The next request tries again."""
 
 
 class Cancelled(RequestError):

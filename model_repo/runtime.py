@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import triton_python_backend_utils as pb_utils
 
-from model_repo.errors import BadRequest, Cancelled, RequestError, ShardLoadError, WrongVersion
+from export.contract import PROBE_ID
+from model_repo.deltas import Deltas
+from model_repo.errors import BadRequest, Cancelled, NotReady, RequestError, ShardLoadError, Unservable, WrongVersion
 from model_repo.metrics import ShardMetrics
 from model_repo.process import keep_freed_memory, shard_threads
 from model_repo.shard import LoadedShard, load_shard
@@ -22,7 +24,7 @@ CANCEL_CHECK_IDS = 1024
 
 
 class TritonPythonModel:
-    """What Triton's stub process drives: one instance serves one version of one shard."""
+    """What Triton's stub process drives: one instance serves one base of one shard, and deltas on it."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the version that ``args`` names, and warm it up.
@@ -33,11 +35,13 @@ class TritonPythonModel:
         try:
             torch.set_num_threads(shard_threads(os.environ))
             keep_freed_memory()
-            shard = load_shard(Path(args["model_repository"]) / args["model_version"], args["model_name"])
+            directory = Path(args["model_repository"]) / args["model_version"]
+            shard = load_shard(directory, args["model_name"])
             shard.warm_up()
         except (ShardLoadError, ValueError) as exc:
             raise pb_utils.TritonModelException(str(exc)) from exc
         self._shard: LoadedShard = shard
+        self._deltas = Deltas(shard, directory)
         self._metrics = ShardMetrics(pb_utils, shard)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
@@ -47,6 +51,7 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """Hand over the last counts before the process ends."""
         self._metrics.close()
+        self._deltas.close()
 
     def _answer(self, request: Any) -> Any:
         try:
@@ -60,24 +65,25 @@ class TritonPythonModel:
             )
 
     def _lookup(self, request: Any) -> Any:
-        self._check_version(_input(request, "version"))
+        version = self._deltas.find(_number(_input(request, "version")))
         ids_N = _input(request, "ids")
         table_lengths_T = _input(request, "table_lengths")
         if ids_N.numel() >= CANCEL_CHECK_IDS and request.is_cancelled():
             raise Cancelled("the caller cancelled the request")
-        answer = self._shard.lookup(ids_N, table_lengths_T)
-        self._metrics.count(answer.hits_N.numpy(), table_lengths_T.tolist())
+        answer = self._shard.lookup(version, ids_N, table_lengths_T)
+        if request.request_id() != PROBE_ID:
+            self._metrics.count(version, answer, table_lengths_T.tolist())
         wanted = request.requested_output_names()
         outputs = {"embeddings": answer.embeddings_ND, "row_ids": answer.row_ids_N, "hits": answer.hits_N}
         return pb_utils.InferenceResponse(
             output_tensors=[_output(name, tensor) for name, tensor in outputs.items() if name in wanted]
         )
 
-    def _check_version(self, version: torch.Tensor) -> None:
-        if version.numel() != 1:
-            raise BadRequest(f"version: {version.numel()} numbers; it must be one")
-        if int(version) != self._shard.version:
-            raise WrongVersion(f"version: {int(version)}, this process serves {self._shard.version}")
+
+def _number(version: torch.Tensor) -> int:
+    if version.numel() != 1:
+        raise BadRequest(f"version: {version.numel()} numbers; it must be one")
+    return int(version)
 
 
 def _input(request: Any, name: str) -> torch.Tensor:
@@ -98,6 +104,8 @@ def _triton_code(error: RequestError) -> Any:
     codes = {
         BadRequest: pb_utils.TritonError.INVALID_ARG,
         WrongVersion: pb_utils.TritonError.NOT_FOUND,
+        NotReady: pb_utils.TritonError.UNAVAILABLE,
+        Unservable: pb_utils.TritonError.UNSUPPORTED,
         Cancelled: pb_utils.TritonError.CANCELLED,
     }
     return codes[type(error)]

@@ -20,8 +20,9 @@ from model_repo.toolchain import check_device, check_numpy, check_toolchain, imp
 WARM_UP_IDS = (0, 1, 64, 2048)
 """Ids of the lookups made before the first request."""
 
-Program = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-"""(ids INT64 [N], table_lengths INT64 [T], state: list of tensors) → (embeddings FP32 [N, D], row_ids INT64 [N], hits BOOL [N])."""
+Program = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
+"""(ids INT64 [N], table_lengths INT64 [T], state: list of tensors) → (embeddings FP32 [N, D], row_ids INT64 [N], hits BOOL
+[N], overlaid BOOL [N])."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +35,26 @@ class Answer:
     """INT64, row of the whole table; ``NO_ROW`` where the answer is no row."""
     hits_N: torch.Tensor
     """BOOL, whether the id has a row of its own."""
+    overlaid_N: torch.Tensor
+    """BOOL, whether a delta decided: a hit of its overlay, or an evicted id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardVersion:
+    """One version that a process answers from: its base, or a delta on it."""
+
+    version: int
+    shard: Shard
+    """The version's own entry: how many ids its maps hold, and how many slots are open."""
+    state: list[torch.Tensor]
+    """What the program takes, on its device; the base's tensors are shared by all versions."""
 
 
 class LoadedShard:
-    """A shard of one version, ready to look up ids.
+    """A shard of one base, ready to look up ids in it and in deltas on it.
 
     Args:
-        manifest: The version's manifest.
+        manifest: The base's manifest.
         shard: The manifest's entry of this shard.
         program: The traced lookup.
         state: Its tensors, in the order of ``shard.state``.
@@ -48,17 +62,17 @@ class LoadedShard:
 
     def __init__(self, *, manifest: Manifest, shard: Shard, program: Program, state: tuple[torch.Tensor, ...]) -> None:
         self.collection = manifest.collection
-        self.version = manifest.version
         self.shard = shard
+        self.device = torch.device(shard.device)
         self.tables: tuple[Table, ...] = tuple(manifest.table(entry.table) for entry in shard.tables)
+        self.base = ShardVersion(version=manifest.version, shard=shard, state=place_state(state, self.device))
         self._program = program
-        self._device = torch.device(shard.device)
-        self._state = place_state(state, self._device)
 
-    def lookup(self, ids_N: torch.Tensor, table_lengths_T: torch.Tensor) -> Answer:
+    def lookup(self, version: ShardVersion, ids_N: torch.Tensor, table_lengths_T: torch.Tensor) -> Answer:
         """Look up ids that are grouped by table.
 
         Args:
+            version: The base, or a delta on it.
             ids_N: INT64 [N].
             table_lengths_T: INT64 [T], ids of each table in the manifest's order.
 
@@ -67,9 +81,9 @@ class LoadedShard:
         """
         self._check(ids_N, table_lengths_T)
         with torch.inference_mode():
-            answer = self._program(ids_N.to(self._device), table_lengths_T.to(self._device), self._state)
-        embeddings_ND, row_ids_N, hits_N = (output.cpu() for output in answer)
-        return Answer(embeddings_ND=embeddings_ND, row_ids_N=row_ids_N, hits_N=hits_N)
+            answer = self._program(ids_N.to(self.device), table_lengths_T.to(self.device), version.state)
+        embeddings_ND, row_ids_N, hits_N, overlaid_N = (output.cpu() for output in answer)
+        return Answer(embeddings_ND=embeddings_ND, row_ids_N=row_ids_N, hits_N=hits_N, overlaid_N=overlaid_N)
 
     def warm_up(self) -> None:
         """Look up ``WARM_UP_IDS`` ids, spread over the tables, so that the first request finds everything in place.
@@ -82,10 +96,13 @@ class LoadedShard:
             lengths = [num_ids // num_tables] * num_tables if num_tables else []
             lengths[:1] = [num_ids - sum(lengths[1:])] if lengths else []
             try:
-                self.lookup(torch.zeros(num_ids, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64))
+                self.lookup(
+                    self.base, torch.zeros(num_ids, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64)
+                )
             except Exception as exc:  # whatever an operator raises; none of it is declared
                 raise ShardLoadError(
-                    f"{self.shard.model} version {self.version}: the program fails on {num_ids} ids: {exc}; export again"
+                    f"{self.shard.model} version {self.base.version}: the program fails on {num_ids} ids: {exc}; export "
+                    "again"
                 ) from exc
 
     def _check(self, ids_N: torch.Tensor, table_lengths_T: torch.Tensor) -> None:

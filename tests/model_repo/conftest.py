@@ -43,7 +43,8 @@ class TinyShard(torch.nn.Module):
         user_row_N = torch.where(user_hit_N, user_N, 5)
         item_row_N = torch.where(item_hit_N, ids_N + 6, 9)
         local_N = torch.where(table_N == 0, user_row_N, item_row_N)
-        return torch.index_select(rows_RD, 0, local_N), torch.index_select(row_ids_R, 0, local_N), hits_N
+        row_ids_N = torch.index_select(row_ids_R, 0, local_N)
+        return torch.index_select(rows_RD, 0, local_N), row_ids_N, hits_N, torch.zeros_like(hits_N)
 
 
 KNOWN_K = torch.arange(100, 105)
@@ -67,6 +68,7 @@ def write_version(repo: Path, version: int = 1) -> Path:
     manifest = {
         "collection": COLLECTION,
         "version": version,
+        "base": version,
         "created_s": 1.0,
         "num_shards": 1,
         "dim": DIM,
@@ -190,6 +192,7 @@ class FakeError(Exception):
     """pb_utils.TritonError."""
 
     INTERNAL, NOT_FOUND, INVALID_ARG, CANCELLED = "INTERNAL", "NOT_FOUND", "INVALID_ARG", "CANCELLED"
+    UNAVAILABLE, UNSUPPORTED = "UNAVAILABLE", "UNSUPPORTED"
 
     def __init__(self, message, code):
         super().__init__(message)
@@ -215,6 +218,10 @@ class FakeRequest:
     inputs: dict[str, np.ndarray]
     outputs: tuple[str, ...] = ("embeddings", "row_ids", "hits")
     cancelled: bool = False
+    id: str = ""
+
+    def request_id(self):
+        return self.id
 
     def requested_output_names(self):
         return set(self.outputs)

@@ -35,12 +35,14 @@ def test_a_shard_on_a_gpu_answers_as_on_the_cpu(tmp_path, make, tables, row_dtyp
         shards[device] = [load_shard(shard_dir(place, shard.index), shard.model) for shard in manifest.shards]
     for on_cpu, on_gpu in zip(*shards.values(), strict=True):
         on_gpu.warm_up()
-        state = dict(zip(on_cpu.shard.state, on_cpu._state, strict=True))
+        state = dict(zip(on_cpu.shard.state, on_cpu.base.state, strict=True))
         maps = [tensor[:, 0].tolist() for name, tensor in state.items() if name in {"hash_table", "identities"}]
         ids = [*IDS, *itertools.chain.from_iterable(maps)]
         num_tables = len(on_cpu.tables)
         lengths = torch.full((num_tables,), len(ids))
-        expected, answer = (shard.lookup(torch.tensor(ids * num_tables), lengths) for shard in (on_cpu, on_gpu))
+        expected, answer = (
+            shard.lookup(shard.base, torch.tensor(ids * num_tables), lengths) for shard in (on_cpu, on_gpu)
+        )
         assert torch.equal(answer.embeddings_ND, expected.embeddings_ND)
         assert torch.equal(answer.row_ids_N, expected.row_ids_N)
         assert torch.equal(answer.hits_N, expected.hits_N)

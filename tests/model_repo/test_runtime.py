@@ -5,11 +5,17 @@ import time
 
 import numpy as np
 import pytest
+import torch
+
+from model_repo.shard import Answer
 
 HIT = {"collection": "clicks", "shard": "0", "table": "user", "outcome": "hit"}
 UNKNOWN = HIT | {"outcome": "unknown"}
+OVERLAY = HIT | {"outcome": "overlay"}
+EVICTED = HIT | {"outcome": "evicted"}
 ITEM_HIT = HIT | {"table": "item"}
 ITEM_OUT = ITEM_HIT | {"outcome": "out_of_range"}
+ITEM_OVERLAY = ITEM_HIT | {"outcome": "overlay"}
 USER = {"collection": "clicks", "shard": "0", "table": "user"}
 
 
@@ -66,7 +72,11 @@ def test_a_bad_request_leaves_its_neighbours_alone(model, make_request):
 @pytest.mark.parametrize(
     ("inputs", "code", "words"),
     [
-        ({"version": (2,)}, "NOT_FOUND", "version: 2, this process serves 1"),
+        (
+            {"version": (2,)},
+            "NOT_FOUND",
+            "version: 2, this process serves 1 and deltas on it; there is none of that number",
+        ),
         ({"version": (1, 1)}, "INVALID_ARG", "version: 2 numbers"),
         ({"version": ()}, "INVALID_ARG", "version: 0 numbers"),
         ({"version": None}, "INVALID_ARG", "version: the input is missing"),
@@ -102,6 +112,9 @@ def test_a_failure_of_ours_answers_internal_and_is_logged(model, make_request, p
 
         inputs = make_request().inputs
 
+        def request_id(self):
+            return ""
+
     broken, answered = model.execute([Broken(), make_request([100], [1, 0])])
     assert broken.error.code == "INTERNAL"
     assert "secret" not in str(broken.error)
@@ -112,11 +125,12 @@ def test_a_failure_of_ours_answers_internal_and_is_logged(model, make_request, p
 def test_every_series_exists_at_its_start_value_and_warm_up_counts_nothing(model, pb_utils):
     page = pb_utils.page
     assert counters(page) == {
-        ("kjtserve_remap_ids_total", tuple(sorted(labels.items()))): 0 for labels in (HIT, UNKNOWN, ITEM_HIT, ITEM_OUT)
+        ("kjtserve_remap_ids_total", tuple(sorted(labels.items()))): 0
+        for labels in (HIT, UNKNOWN, OVERLAY, EVICTED, ITEM_HIT, ITEM_OUT, ITEM_OVERLAY)
     }
     assert page["kjtserve_zch_open_slots", USER] == 14
     assert page["kjtserve_zch_rows", USER] == 5
-    assert len(page.values) == 6, "a plain table has no zch gauges"
+    assert len(page.values) == 9, "a plain table has no zch gauges"
 
 
 def test_counters_hold_what_follows_from_the_requests(model, make_request, pb_utils):
@@ -145,7 +159,9 @@ def test_ids_of_a_column_wise_table_are_counted_where_its_first_column_lies(link
     edit_manifest(cut)
     model = importlib.import_module("model_repo.runtime").TritonPythonModel()
     model.initialize(args)
-    model._metrics.count(np.array([True, False, True]), [1, 2])
+    hits = torch.tensor([True, False, True])
+    answer = Answer(embeddings_ND=torch.zeros(3, 2), row_ids_N=torch.zeros(3), hits_N=hits, overlaid_N=~hits)
+    model._metrics.count(model._shard.base, answer, [1, 2])
     model.finalize()
     assert pb_utils.page["kjtserve_remap_ids_total", HIT] == 1
     assert not [labels for _, labels in counters(pb_utils.page) if ("table", "item") in labels]

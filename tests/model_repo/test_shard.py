@@ -16,15 +16,19 @@ from model_repo.toolchain import check_numpy, check_toolchain, import_fbgemm
 MODEL = "clicks_shard_0"
 
 
+def asked(shard, ids, lengths):
+    return shard.lookup(shard.base, ids, lengths)
+
+
 def test_state_is_mapped_not_read(link):
     shard = load_shard(link, MODEL)
-    assert (shard.collection, shard.version, shard.shard.index) == ("clicks", 1, 0)
+    assert (shard.collection, shard.base.version, shard.shard.index) == ("clicks", 1, 0)
     lines = Path("/proc/self/maps").read_text().splitlines()
     mapped = [line.split()[0] for line in lines if line.endswith(str(link.resolve() / "state.safetensors"))]
-    pointer = shard._state[2].data_ptr()
+    pointer = shard.base.state[2].data_ptr()
     ranges = [tuple(int(edge, 16) for edge in bounds.split("-")) for bounds in mapped]
     assert any(start <= pointer < stop for start, stop in ranges)
-    assert shard._state[2].shape == (10, 4)
+    assert shard.base.state[2].shape == (10, 4)
 
 
 def test_warm_up_covers_every_size_without_changing_the_state(link):
@@ -91,7 +95,7 @@ def test_a_file_that_the_manifest_does_not_list_is_refused(link, edit_manifest):
 
 
 def test_a_directory_of_another_version_is_refused(link, edit_manifest):
-    edit_manifest(lambda manifest: manifest.update(version=3))
+    edit_manifest(lambda manifest: manifest.update(version=3, base=3))
     with pytest.raises(ShardLoadError, match="says clicks version 3, its place says clicks 1"):
         load_shard(link, MODEL)
 
@@ -148,12 +152,12 @@ def test_a_shard_on_a_gpu_that_is_not_there_is_refused(link, edit_manifest):
 @pytest.mark.gpu
 def test_a_shard_on_a_gpu_answers_as_on_the_cpu(link, edit_manifest):
     ids, lengths = torch.tensor([104, 7, 100, 2, -1]), torch.tensor([3, 2])
-    expected = load_shard(link, MODEL).lookup(ids, lengths)
+    expected = asked(load_shard(link, MODEL), ids, lengths)
     edit_manifest(lambda manifest: manifest["shards"][0].update(device="cuda:0"))
     shard = load_shard(link, MODEL)
     shard.warm_up()
-    answer = shard.lookup(ids, lengths)
-    assert {tensor.device.type for tensor in shard._state} == {"cuda"}
+    answer = asked(shard, ids, lengths)
+    assert {tensor.device.type for tensor in shard.base.state} == {"cuda"}
     assert torch.equal(answer.embeddings_ND, expected.embeddings_ND)
     assert torch.equal(answer.row_ids_N, expected.row_ids_N)
     assert torch.equal(answer.hits_N, expected.hits_N)
