@@ -58,6 +58,8 @@ class ServedTable:
     """``training`` routing: the shard of each bucket."""
     rejects_out_of_range: bool
     input_hash: InputHash | None
+    evictions: int
+    """Ids that lost their row from version to version, over all versions up to this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,8 @@ class ServedVersion:
     tables_S: tuple[tuple[HeldTable, ...], ...]
     """Per shard: the tables that it holds, in the order of its ``table_lengths``."""
     created_s: float
+    overlay_bytes: int
+    """Of a delta, over all shards; 0 for a base."""
 
     @property
     def num_shards(self) -> int:
@@ -125,7 +129,7 @@ def compile_version(manifest: Manifest, hashes: Mapping[str, InputHash]) -> Serv
     return ServedVersion(
         collection=manifest.collection,
         version=manifest.version,
-        base=manifest.version,
+        base=manifest.base,
         runtime=manifest.runtime,
         dim=manifest.dim,
         managed=any(table.managed for table in manifest.tables),
@@ -140,6 +144,7 @@ def compile_version(manifest: Manifest, hashes: Mapping[str, InputHash]) -> Serv
             for shard in manifest.shards
         ),
         created_s=manifest.created_s,
+        overlay_bytes=sum(shard.overlay_bytes for shard in manifest.shards),
     )
 
 
@@ -157,6 +162,7 @@ def _compile_table(table: Table, hashes: Mapping[str, InputHash]) -> ServedTable
         bucket_shards_B=np.array(bucket_shards, dtype=np.uint16),
         rejects_out_of_range=not table.managed and table.out_of_range is OutOfRange.REJECT,
         input_hash=hashes[table.input_hash] if table.input_hash else None,
+        evictions=0 if table.zch is None else table.zch.evictions,
     )
 
 

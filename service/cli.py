@@ -13,7 +13,7 @@ from rich.console import Console
 
 from export.contract import Stopped, UserError
 
-ORDER = ("export", "delta", "verify", "inspect", "serve", "lookup", "bench")
+ORDER = ("export", "delta", "verify", "inspect", "diff", "serve", "lookup", "rollback", "sync", "bench")
 """The commands by the order in which a person meets them."""
 
 

@@ -44,7 +44,9 @@ def serve(
         ),
     ] = False,
 ) -> None:
-    """Serve the newest version of every collection of REPO over HTTP and gRPC (KServe v2) until SIGTERM or Ctrl-C.
+    """Serve every collection of REPO over HTTP and gRPC (KServe v2) until SIGTERM or Ctrl-C.
+
+    The newest version of each answers, or the one that is pinned; newer ones are taken up as they appear.
 
     Every other setting is an environment variable KJTSERVE_…; --settings lists them.
     """
@@ -74,6 +76,32 @@ def lookup(
     features = dict(_read_feature(text) for text in feature)
     answer = ask(url, collection, features)
     typer.echo(answer.text if as_json else render_table(answer))
+
+
+def rollback(
+    repo: Annotated[Path, typer.Argument(metavar="REPO", help="Model repository that the front tiers watch.")],
+    name: Annotated[str | None, typer.Option(help="Collection. [dim]default: the only one")] = None,
+    to: Annotated[
+        int | None,
+        typer.Option("--to", min=1, help="Version to serve. [dim]default: the one before what is served now"),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Serve the newest version again.")] = False,
+) -> None:
+    """Go back to an older version, and stay there whatever is published, until --follow takes that back.
+
+    It is written into the repository, so every front tier that watches it follows at once, and so does one that starts
+    later.
+
+    [bold]Example[/bold]: kjtserve rollback repo --name clicks
+    """
+    from service.versions.rollback import follow_newest, roll_back
+
+    if follow and to is not None:
+        raise typer.BadParameter("give --to or --follow, not both")
+    if follow:
+        typer.echo(follow_newest(repo, name))
+    else:
+        typer.echo(roll_back(repo, name, to))
 
 
 def _read_addresses(text: str) -> list[str]:

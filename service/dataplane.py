@@ -29,13 +29,15 @@ VALIDATE_INLINE = 1 << 18
 """Ids and lengths up to which a request is validated, or written out, on the event loop."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Served:
     """One version being served, and what serves it."""
 
     version: ServedVersion
     health: tuple[ShardHealth, ...]
     batcher: Batcher[Pending, LookupReply]
+    requests: int = 0
+    """Requests that it is answering."""
 
 
 @dataclass(slots=True)
@@ -56,6 +58,8 @@ class _Collection:
     current: int
     served: dict[int, Served]
     counts: _Counts = field(default_factory=_Counts)
+    evictions: dict[str, int] = field(default_factory=dict)
+    """By table: the most that a version served so far has counted."""
 
 
 class DataPlane:
@@ -79,15 +83,23 @@ class DataPlane:
         self._collections: dict[str, _Collection] = {}
         self._draining = False
 
-    def serve(self, served: Served) -> None:
-        """Make a version the one that answers; one assignment, so no request sees a mixture."""
+    def serve(self, served: Served, *, rolled_back: bool = False) -> None:
+        """Make a version the one that answers; one assignment, so no request sees a mixture.
+
+        Args:
+            served: The version; those that answered before go on answering requests that name them.
+            rolled_back: Whether it is an older one, taken up again.
+        """
         name, version = served.version.collection, served.version.version
         collection = self._collections.setdefault(name, _Collection(current=version, served={}))
         collection.served[version] = served
         collection.current = version
         self._metrics.version.labels(name).set(version)
         self._metrics.version_created.labels(name).set(served.version.created_s)
-        self._metrics.version_switches.labels(name, "ok").inc()
+        self._metrics.overlay_bytes.labels(name).set(served.version.overlay_bytes)
+        for result in ("ok", "failed", "rolled_back"):
+            self._metrics.version_switches.labels(name, result)  # there from the start, at 0
+        self._metrics.version_switches.labels(name, "rolled_back" if rolled_back else "ok").inc()
         for table in served.version.tables:
             for counter in (
                 self._metrics.ids,
@@ -95,7 +107,21 @@ class DataPlane:
                 self._metrics.hot_ids,
                 self._metrics.evictions,
             ):
-                counter.labels(name, table.name)  # there from the start, at 0
+                counter.labels(name, table.name)
+            counted = collection.evictions.setdefault(table.name, table.evictions)
+            self._metrics.evictions.labels(name, table.name).inc(max(0, table.evictions - counted))
+            collection.evictions[table.name] = max(counted, table.evictions)
+
+    def serving(self, name: str) -> tuple[int | None, Mapping[int, Served]]:
+        """The version of a collection that answers, and all that requests may name; None and nothing if there is none."""
+        collection = self._collections.get(name)
+        return (None, {}) if collection is None else (collection.current, dict(collection.served))
+
+    def retire(self, name: str, version: int) -> Served:
+        """Let no request name a version any more; it is not the one that answers. It may still be answering some."""
+        collection = self._collections[name]
+        assert version != collection.current, version
+        return collection.served.pop(version)
 
     def drain(self) -> None:
         """Say not ready from now on, while still answering."""
@@ -130,6 +156,13 @@ class DataPlane:
 
     async def _answer(self, collection: _Collection, request: LookupRequest, permit: Permit) -> tuple[LookupReply, int]:
         served = self._pick(request.collection, collection, request.version)
+        served.requests += 1
+        try:
+            return await self._answer_from(served, request, permit)
+        finally:
+            served.requests -= 1
+
+    async def _answer_from(self, served: Served, request: LookupRequest, permit: Permit) -> tuple[LookupReply, int]:
         permit.work()
         timeout_s = self._timeout(request.timeout_s)
         now = asyncio.get_running_loop().time()

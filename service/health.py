@@ -60,6 +60,7 @@ class ShardHealth:
             table_lengths_T=np.zeros(len(version.tables_S[shard]), dtype=np.int64),
             width=version.widths_S[shard],
             num_rows=0,
+            probe=True,
         )
         self._answers = 0
 

@@ -6,6 +6,7 @@ Label values come from manifests, route names and closed enums, never from a cli
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 LATENCY_BUCKETS_S = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.06, 0.125, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+SWITCH_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 BATCH_IDS_BUCKETS = (0, 1, 16, 64, 256, 1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
 
 
@@ -58,6 +59,28 @@ class Metrics:
         self.version_created = Gauge(
             "kjtserve_version_created_timestamp_seconds",
             "When the version being served was exported, seconds since the epoch.",
+            ("collection",),
+            registry=registry,
+        )
+        self.newest_version = Gauge(
+            "kjtserve_newest_version", "Newest version in the repository.", ("collection",), registry=registry
+        )
+        self.version_lag_seconds = Gauge(
+            "kjtserve_version_lag_seconds",
+            "How long a newer version than the one being served has been in the repository; 0 when there is none.",
+            ("collection",),
+            registry=registry,
+        )
+        self.publish_to_served_seconds = Histogram(
+            "kjtserve_publish_to_served_seconds",
+            "Time from a version's appearance in the repository to its first answer.",
+            ("collection",),
+            buckets=SWITCH_BUCKETS_S,
+            registry=registry,
+        )
+        self.overlay_bytes = Gauge(
+            "kjtserve_overlay_bytes",
+            "Bytes of the overlays of the version being served, over all shards; 0 for a base.",
             ("collection",),
             registry=registry,
         )

@@ -1,11 +1,10 @@
 """The composition root: builds every part, passes it by constructor, owns signals and the order of stopping."""
 
 import asyncio
-import os
+import functools
 import signal
 import warnings
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,29 +14,35 @@ import structlog
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from export.contract import RepositoryError, Runtime, UserError, collections, versions
-from service.batcher import Batcher
+from export.contract import (
+    RepositoryError,
+    Runtime,
+    UserError,
+    check_size,
+    collections,
+    read_manifest,
+    read_pin,
+    version_dir,
+    versions,
+)
 from service.catalog import ServedVersion, load_version
-from service.dataplane import DataPlane, Served
-from service.fanout import Fanout, Shard
+from service.dataplane import DataPlane
 from service.grace import Grace
-from service.health import Repair, ShardHealth
 from service.listeners import listen, start_edges
 from service.log import configure_logging
 from service.metrics import Metrics
 from service.settings import Settings
-from service.shards import GrpcShardClient
 from service.triton import TritonServer
+from service.versions.bases import OwnBases
+from service.versions.connector import Connector
+from service.versions.switcher import Switcher
+from service.versions.watcher import Watcher
 
 log = structlog.get_logger(__name__)
 
 START_S = 120.0
 START_S_PER_MODEL = 20.0
 """Time that a Triton has to come up: a model takes about 3 s of a core, on a machine that may be busy."""
-
-OWED_DIVISOR = 4
-"""Calls that nobody waits for may hold this part of ``max_inflight_bytes``, beside it. Every shard has an equal share, so
-that a hung one takes nothing from the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,18 +127,33 @@ async def start(repo: Path, settings: Settings, *, shards: Sequence[str] | None 
             plane = DataPlane(settings, metrics)
             grace = Grace(settings.drain_grace_s)
             triton = None if shards else await _start_triton(stack, repo, served, broken)
-            connect = _Connector(
-                stack,
-                settings,
-                metrics,
-                broken,
+            # What versions use ends after the edges, and clients after the versions that use them.
+            connector = Connector(
+                await stack.enter_async_context(AsyncExitStack()),
+                shards or [triton.grpc_address if triton else ""],
+                settings=settings,
+                metrics=metrics,
+                spawn=functools.partial(_spawn, broken),
                 repair=triton.repair if triton else None,
                 grace=grace,
                 num_clients=sum(version.num_shards for version in served),
             )
-            addresses = shards or [triton.grpc_address if triton else ""]
-            for version in served:
-                plane.serve(await connect(version, addresses))
+            watcher = Watcher(
+                repo,
+                functools.partial(
+                    Switcher,
+                    repo,
+                    plane=plane,
+                    connector=connector,
+                    bases=None if triton is None else OwnBases(repo, triton, _bases(served)),
+                    metrics=metrics,
+                    settings=settings,
+                ),
+                stack=await stack.enter_async_context(AsyncExitStack()),
+                spawn=functools.partial(_spawn, broken),
+                interval_s=settings.watch_interval_s,
+            )
+            await watcher.start(served)
             grpc_port = await start_edges(stack, plane, metrics, settings, http)
             stack.callback(grace.left_s)  # the first to be called: what the edges take is not there for the shards
             running = Running(
@@ -153,15 +173,39 @@ async def start(repo: Path, settings: Settings, *, shards: Sequence[str] | None 
 
 
 def load_served(repo: Path) -> list[ServedVersion]:
-    """The newest version of every collection in a repository.
+    """The version of every collection to begin with: the one that is pinned, else the newest that is whole.
 
     Raises:
-        RepositoryError: There is none, or one cannot be read.
+        RepositoryError: There is none, or a collection has none that can be read.
     """
     names = list(collections(repo))
     if not names:
         raise RepositoryError(f"{repo}: holds no collection; `kjtserve export … --out {repo}` writes one")
-    return [load_version(repo, name, versions(repo, name)[-1]) for name in names]
+    return [_choose_version(repo, name) for name in names]
+
+
+def _choose_version(repo: Path, name: str) -> ServedVersion:
+    pin = read_pin(repo, name)
+    if pin is not None:
+        return load_version(repo, name, pin)
+    failure: RepositoryError | None = None
+    for version in reversed(versions(repo, name)):
+        try:
+            manifest = read_manifest(repo, name, version)
+            for held in {manifest.base, version}:
+                listed = read_manifest(repo, name, held)
+                for file in listed.files:
+                    check_size(version_dir(repo, name, held), listed, file.path)
+            return load_version(repo, name, version)
+        except RepositoryError as exc:
+            failure = failure or exc
+            log.error("version_skipped", collection=name, version=version, reason=str(exc))  # noqa: TRY400 - it says it all
+    assert failure is not None
+    raise failure
+
+
+def _bases(served: Sequence[ServedVersion]) -> dict[str, frozenset[int]]:
+    return {model: frozenset({version.base}) for version in served for model in version.models_S}
 
 
 def _check_runtimes(served: Sequence[ServedVersion]) -> None:
@@ -180,81 +224,14 @@ async def _start_triton(
 ) -> TritonServer:
     _check_runtimes(served)
     # Pinned, so that a version that is published meanwhile is nobody's business yet.
-    models = {model: [version.base] for version in served for model in version.models_S}
+    models = {model: sorted(bases) for model, bases in _bases(served).items()}
     triton = TritonServer(repo, models, start_timeout_s=START_S + START_S_PER_MODEL * len(models))
     stack.push_async_callback(triton.stop)
     log.info("triton_starting", models=len(models), versions={each.collection: each.version for each in served})
     await triton.start()
     log.info("triton_ready", grpc=triton.grpc_address, metrics=triton.metrics_url, log=str(triton.log_path))
-    _spawn(stack, triton.watch(), broken)
+    _spawn(broken, stack, triton.watch())
     return triton
-
-
-class _Connector:
-    """Gives a version its shards' clients, health probes and batcher, all of which end with the stack."""
-
-    def __init__(
-        self,
-        stack: AsyncExitStack,
-        settings: Settings,
-        metrics: Metrics,
-        broken: asyncio.Event,
-        *,
-        repair: Repair | None,
-        grace: Grace,
-        num_clients: int,
-    ) -> None:
-        self._stack, self._settings, self._metrics, self._broken = stack, settings, metrics, broken
-        self._max_owed_bytes = settings.max_inflight_bytes // OWED_DIVISOR // num_clients
-        self._repair = repair
-        self._grace = grace
-        self._executor = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="tensor")
-        stack.callback(self._executor.shutdown, wait=True, cancel_futures=True)
-
-    async def __call__(self, version: ServedVersion, addresses: Sequence[str]) -> Served:
-        """Connect to a version's shards, and probe each once.
-
-        Raises:
-            UserError: There are neither one address nor one for each shard.
-        """
-        if len(addresses) not in {1, version.num_shards}:
-            raise UserError(
-                f"--shards: {len(addresses)} addresses, but {version.collection} version {version.version} has "
-                f"{version.num_shards} shards; give one address for each shard in order, or one for all"
-            )
-        shards = [self._shard(version, i, addresses[i % len(addresses)]) for i in range(version.num_shards)]
-        fanout = Fanout(
-            version,
-            shards,
-            metrics=self._metrics,
-            executor=self._executor,
-            offload_ids=self._settings.offload_ids,
-        )
-        batcher = Batcher(
-            fanout.run, max_weight=self._settings.max_batch_ids, wait_s=self._settings.max_batch_wait_us / 1e6
-        )
-        self._stack.push_async_callback(batcher.close)
-        await asyncio.gather(*(shard.health.probe() for shard in shards))
-        for shard in shards:
-            _spawn(self._stack, shard.health.run(), self._broken)
-        return Served(version=version, health=tuple(shard.health for shard in shards), batcher=batcher)
-
-    def _shard(self, version: ServedVersion, index: int, address: str) -> Shard:
-        client = GrpcShardClient(address, max_owed_bytes=self._max_owed_bytes)
-
-        async def close() -> None:
-            await client.close(grace_s=self._grace.left_s())
-
-        self._stack.push_async_callback(close)
-        health = ShardHealth(
-            version,
-            index,
-            client,
-            interval_s=self._settings.probe_interval_s,
-            timeout_s=self._settings.probe_timeout_s,
-            repair=self._repair,
-        )
-        return Shard(client=client, health=health)
 
 
 async def _announce(running: Running, on_ready: Callable[[Running], None] | None) -> None:
@@ -280,7 +257,7 @@ async def _unless(stop: asyncio.Event, work: Any) -> Any:
     return None
 
 
-def _spawn(stack: AsyncExitStack, work: Any, broken: asyncio.Event) -> None:
+def _spawn(broken: asyncio.Event, stack: AsyncExitStack, work: Any) -> None:
     """Run ``work`` beside the server until the stack unwinds; should it end in error, say so and set ``broken``."""
     task = asyncio.create_task(work)
 

@@ -51,6 +51,14 @@ class Settings(BaseSettings):
     """Seconds between two readiness probes of a shard."""
     probe_timeout_s: Annotated[float, Field(gt=0)] = 2.0
     """Deadline of a readiness probe, and of a repair's probe."""
+    watch_interval_s: Annotated[float, Field(gt=0)] = 0.2
+    """Seconds between two looks for new versions in the repository."""
+    preflight_timeout_s: Annotated[float, Field(gt=0)] = 5.0
+    """How long a new version's probes may go unanswered before the switch is put off."""
+    version_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """A version that is not ready on every shard for so long after it was noticed counts as failed; it is tried again."""
+    keep_versions: Annotated[int, Field(ge=2)] = 2
+    """Versions that answer at a time: the one being served, and those before it, which a rollback goes back to."""
     drain_grace_s: Annotated[float, Field(ge=0)] = 10.0
     """After SIGTERM: the most seconds to finish requests in flight, and then calls to shards that nobody waits for."""
     drain_delay_s: Annotated[float, Field(ge=0)] = 0.0

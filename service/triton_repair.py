@@ -117,6 +117,8 @@ class HeldModels:
         errors: dict[str, TritonCallError] = {}
 
         async def load(model: str, held: _Held) -> None:
+            if not held.versions:
+                return
             async with held.lock:
                 try:
                     await self._load(model, held.config, held.versions)
@@ -131,13 +133,19 @@ class HeldModels:
     async def hold(self, model: str, versions: Sequence[int]) -> None:
         """Hold other versions of a model: load those that are new, then unload those that are not asked for any more.
 
+        A model that is not held yet is from now on; with no versions, it is not any more.
+
         Raises:
             RepositoryError: Its configuration cannot be read.
             TritonCallError: One of them did not load; then what was held before still is.
         """
         config = await asyncio.to_thread(read_config, self._repo, model)
-        held = self._held[model]
+        held = self._held.setdefault(model, _Held(versions=(), config=config))
         async with held.lock:
+            if not versions:
+                await unload_model(self._address, model)
+                self._held.pop(model, None)
+                return
             await self._load(model, config, versions, keep=held.versions)
             if not set(held.versions) <= set(versions):
                 await self._load(model, config, versions)

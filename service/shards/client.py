@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from tritonclient.grpc import service_pb2
 
+from export.contract import PROBE_ID
 from service.errors import ErrorCode
 
 CHANNEL_OPTIONS = (
@@ -43,8 +44,11 @@ _CODES = {
     grpc.StatusCode.NOT_FOUND: (ErrorCode.UNAVAILABLE, "it does not hold this version"),
     grpc.StatusCode.UNAVAILABLE: (ErrorCode.UNAVAILABLE, "it cannot be reached"),
     grpc.StatusCode.CANCELLED: (ErrorCode.UNAVAILABLE, "it called the request off"),
+    grpc.StatusCode.UNIMPLEMENTED: (ErrorCode.UNAVAILABLE, "it cannot serve this version"),
 }
 """Any other status is a shard that failed: ``unavailable``."""
+
+_REFUSALS = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED}
 
 _DTYPES = {"embeddings": ("FP32", np.float32), "row_ids": ("INT64", np.int64), "hits": ("BOOL", np.bool_)}
 
@@ -80,6 +84,8 @@ class ShardRequest:
     """Rows of the reply: an id has as many as its table's numbers here take."""
     want_row_ids: bool = False
     want_hits: bool = False
+    probe: bool = False
+    """Not a client's: it is not counted."""
 
     @property
     def wire_bytes(self) -> int:
@@ -105,6 +111,7 @@ class ShardFailed(Exception):
         code: In the front tier's terms.
         details: What was really said, for the log.
         process_died: The shard's server lives, but its model process does not, and will not come back by itself.
+        refused: The shard looked at what it was asked and will not answer it: asking again does not help.
     """
 
     def __init__(
@@ -114,11 +121,13 @@ class ShardFailed(Exception):
         code: ErrorCode = ErrorCode.UNAVAILABLE,
         details: str = "",
         process_died: bool = False,
+        refused: bool = False,
     ) -> None:
         super().__init__(message)
         self.code = code
         self.details = details or message
         self.process_died = process_died
+        self.refused = refused
 
 
 class ShardClient(Protocol):
@@ -225,7 +234,9 @@ async def _offload(nbytes: int, work: Callable[..., T], *args: Any) -> T:
 def _encode(request: ShardRequest) -> bytes:
     version = np.array([request.version], dtype=np.int64)
     tensors = (("ids", request.ids_N), ("table_lengths", request.table_lengths_T), ("version", version))
-    message = service_pb2.ModelInferRequest(model_name=request.model, model_version=str(request.base))
+    message = service_pb2.ModelInferRequest(
+        model_name=request.model, model_version=str(request.base), id=PROBE_ID if request.probe else ""
+    )
     for name, array in tensors:
         message.inputs.add(name=name, datatype="INT64", shape=array.shape)
         message.raw_input_contents.append(array.tobytes())
@@ -277,4 +288,10 @@ def _translate(exc: grpc.aio.AioRpcError, address: str) -> ShardFailed:
     died = _DEAD_STUB in said
     if died:
         code, reason = ErrorCode.UNAVAILABLE, "its process died"
-    return ShardFailed(reason, code=code, details=f"{address} answered {status.name}: {said}", process_died=died)
+    return ShardFailed(
+        reason,
+        code=code,
+        details=f"{address} answered {status.name}: {said}",
+        process_died=died,
+        refused=status in _REFUSALS,
+    )

@@ -14,8 +14,9 @@ from export.contract import Routing, Runtime, UserError, version_dir
 from export.contract.layout import MANIFEST_FILE
 from service.cli import build_app
 from service.listeners import listen
-from service.server import OWED_DIVISOR, _unless, read_settings, start
+from service.server import _unless, read_settings, start
 from service.settings import Settings
+from service.versions.connector import OWED_DIVISOR
 from tests.manifests import make_manifest, make_table
 
 
@@ -177,7 +178,7 @@ async def test_every_shard_may_owe_an_equal_share_of_what_requests_may_hold(tmp_
     async def no_probe(self):
         pass
 
-    monkeypatch.setattr("service.server.GrpcShardClient", Recorded)
+    monkeypatch.setattr("service.versions.connector.GrpcShardClient", Recorded)
     monkeypatch.setattr("service.health.ShardHealth.probe", no_probe)
     write_repo(tmp_path, collection="ads")
     async with start(write_repo(tmp_path), quick(max_inflight_bytes=1 << 20), shards=["127.0.0.1:1"]):
