@@ -119,7 +119,7 @@ async def start(repo: Path, settings: Settings, *, shards: Sequence[str] | None 
     """
     # Replies of shards are views of received messages, which nothing here writes to.
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-    served = load_served(repo)
+    served = load_served(repo, whole=shards is None)
     broken = asyncio.Event()
     with listen("http", settings.host, settings.http_port) as http:
         async with AsyncExitStack() as stack:
@@ -172,8 +172,12 @@ async def start(repo: Path, settings: Settings, *, shards: Sequence[str] | None 
             yield running
 
 
-def load_served(repo: Path) -> list[ServedVersion]:
-    """The version of every collection to begin with: the one that is pinned, else the newest that is whole.
+def load_served(repo: Path, *, whole: bool = True) -> list[ServedVersion]:
+    """The version of every collection to begin with: the one that is pinned, else the newest that can be read.
+
+    Args:
+        repo: The model repository.
+        whole: Whether it has to have the shards' files as well, for a Triton of our own.
 
     Raises:
         RepositoryError: There is none, or a collection has none that can be read.
@@ -181,18 +185,17 @@ def load_served(repo: Path) -> list[ServedVersion]:
     names = list(collections(repo))
     if not names:
         raise RepositoryError(f"{repo}: holds no collection; `kjtserve export … --out {repo}` writes one")
-    return [_choose_version(repo, name) for name in names]
+    return [_choose_version(repo, name, whole=whole) for name in names]
 
 
-def _choose_version(repo: Path, name: str) -> ServedVersion:
+def _choose_version(repo: Path, name: str, *, whole: bool) -> ServedVersion:
     pin = read_pin(repo, name)
     if pin is not None:
         return load_version(repo, name, pin)
     failure: RepositoryError | None = None
     for version in reversed(versions(repo, name)):
         try:
-            manifest = read_manifest(repo, name, version)
-            for held in {manifest.base, version}:
+            for held in {read_manifest(repo, name, version).base, version} if whole else ():
                 listed = read_manifest(repo, name, held)
                 for file in listed.files:
                     check_size(version_dir(repo, name, held), listed, file.path)
