@@ -6,6 +6,7 @@ Prints a JSON line when it stops (its stdin ends).
 """
 
 import json
+import os
 import select
 import sys
 import time
@@ -36,7 +37,7 @@ class Trainer:
         self.answers, self.every_s, self.base_every_s = answers, every_s, base_every_s
         self.rng = np.random.default_rng(3)
         self.window = 2000
-        self.module = untrained_collection(ROWS, dim=DIM, eviction_interval=1)
+        self.module = untrained_collection(ROWS, dim=DIM, policy="lru", eviction_interval=1)
         self.module.train()
         self.collection = self.module._embedding_module
         self.maps = self.module._managed_collision_collection
@@ -130,6 +131,7 @@ def main():
     repo, answers, every_s, base_every_s = sys.argv[1:]
     torch.manual_seed(1)
     torch.set_num_threads(1)
+    os.nice(10)  # a trainer has a machine of its own; here it gives way to those that serve
     trainer = Trainer(Path(repo), Path(answers), float(every_s), float(base_every_s))
     print(json.dumps({"window": trainer.window}), flush=True)
     print(json.dumps(trainer.run()), flush=True)

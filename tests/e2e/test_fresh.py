@@ -190,9 +190,10 @@ async def test_every_reply_is_the_trainers_of_the_version_it_names(tmp_path):
 
 def report(load, said, windows):
     asked = np.array(load.asked)
-    during = np.zeros(len(asked), dtype=bool)
-    for begin, end, _ in windows:
-        during |= (asked[:, 1] > begin) & (asked[:, 0] < end + 0.1)
+    during = {kind: np.zeros(len(asked), dtype=bool) for kind in ("delta", "base")}
+    for begin, end, event in windows:
+        kind = "base" if event["base"] == event["version"] else "delta"
+        during[kind] |= (asked[:, 1] > begin) & (asked[:, 0] < end + 0.1)
     took_ms = (asked[:, 1] - asked[:, 0]) * 1e3
     deltas = [event for _, _, event in windows if event["base"] != event["version"]]
     bases = [event for _, _, event in windows if event["base"] == event["version"]]
@@ -200,7 +201,9 @@ def report(load, said, windows):
         f"\n{SECONDS:.0f} s: {dict(load.outcomes)}, {load.rows:,} rows, {load.unknown:,} unknown, "
         f"{len(load.versions)} versions; {len(deltas)} deltas and {len(bases)} bases taken up"
     )
-    for name, chosen in (("between switches", took_ms[~during]), ("during switches", took_ms[during])):
+    either = during["delta"] | during["base"]
+    parts = {"between switches": ~either, "during switches of delta": during["delta"], "of base": during["base"]}
+    for name, chosen in ((name, took_ms[part]) for name, part in {**parts, "during all switches": either}.items()):
         if len(chosen):
             p50, p99 = np.quantile(chosen, [0.5, 0.99])
             print(f"{name}: {len(chosen)} requests, p50 {p50:.1f} ms, p99 {p99:.1f} ms")
