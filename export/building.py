@@ -145,6 +145,10 @@ def _open_stage(stack: ExitStack, repo: Path, order: VersionOrder, version: int 
     check_runtime(repo, order.collection, order.runtime)
     check_devices(repo, order.collection, order.devices or ("cpu",) * order.num_shards)
     number = choose_version(repo, order.collection, version)
+    if order.base is not None and number <= order.base.manifest.version:
+        raise ExportError(
+            f"version {number}: a delta comes after its base, which is {order.base.manifest.version}; leave version out"
+        )
     return number, stack.enter_context(stage(repo, order.collection, number)).absolute()
 
 

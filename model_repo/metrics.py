@@ -78,7 +78,12 @@ class ShardMetrics:
         self._thread.start()
 
     def count(self, version: ShardVersion, answer: Answer, table_lengths_T: Sequence[int]) -> None:
-        """Count the ids of one answered request, by table and outcome; its version is the one in use from now on."""
+        """Count the ids of one answered request, by table and outcome; its version is the one in use from now on.
+
+        A request for no ids, by which a server is tried out, is no use of its version.
+        """
+        if not any(table_lengths_T):
+            return
         hits_N, overlaid_N = answer.hits_N.numpy(), answer.overlaid_N.numpy()
         counts_TO = self._no_counts()
         start, at = 0, 0

@@ -161,6 +161,9 @@ def test_a_base_that_cannot_be_one_is_refused(tmp_path):
         export_delta(module, tmp_path, name="c", base=2)
     with pytest.raises(ExportError, match=r"published versions: \[1, 2\]"):
         export_delta(module, tmp_path, name="c", base=7)
+    export_collection(module, tmp_path, name="late", version=5)
+    with pytest.raises(ExportError, match="version 3: a delta comes after its base, which is 5; leave version out"):
+        export_delta(module, tmp_path, name="late", version=3)
     export_collection(module, tmp_path, name="p", runtime="pytorch")
     with pytest.raises(ExportError, match="runtime 'pytorch' keeps its state inside"):
         export_delta(module, tmp_path, name="p")

@@ -182,6 +182,7 @@ def test_outcomes_and_gauges_are_those_of_the_version_that_answers_and_probes_ar
     ids = [*gone, *gone, *new, 5]
     assert ask(runtime, make_request, ids, version, id="kjtserve-probe").error is None
     assert ask(runtime, make_request, ids, version).outputs()["hits"].sum() == len(new)
+    assert ask(runtime, make_request, [], 1).error is None  # a liveness probe asks the base for nothing
     runtime.finalize()
     page = pb_utils.page
     labels = {"collection": "c", "shard": "0", "table": "user"}
