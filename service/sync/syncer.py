@@ -101,7 +101,8 @@ class Syncer:
                 log.error("version_not_brought", collection=name, version=version, reason=reason)  # noqa: TRY400
                 done.failed.append((name, version, reason))
         held = versions(self._dest, name)
-        if held and read_pin(self._dest, name) != pinned:
+        arrived = pinned is None or pinned in held
+        if held and arrived and read_pin(self._dest, name) != pinned:
             write_pin(self._dest, name, pinned)
             log.info("pin_mirrored", collection=name, version=pinned)
         self._load_bases(name, done)
@@ -176,12 +177,15 @@ class Syncer:
         return rest in {"", PROBES_FILE} or self._has(int(place.removeprefix("shard_")))
 
     def _load_bases(self, name: str, done: Round) -> None:
-        """Have the bases of the versions that are here loaded, two at most: the newest ones."""
+        """Have two bases loaded at most: the newest, and before it the pinned version's or the next newest."""
         if self._load is None:
             return
         held = versions(self._dest, name)
         manifests = [read_manifest(self._dest, name, version) for version in held]
-        bases = sorted({manifest.base for manifest in manifests})[-2:]
+        pin = read_pin(self._dest, name)
+        pinned = {manifest.base for manifest in manifests if manifest.version == pin}
+        others = sorted({manifest.base for manifest in manifests} - pinned)
+        bases = sorted(pinned | set(others[-1:] if pinned else others[-2:]))
         models = {shard.model for manifest in manifests for shard in manifest.shards if self._has(shard.index)}
         for model in sorted(models):
             try:

@@ -21,6 +21,7 @@ from service.health import Repair, ShardHealth
 from service.metrics import Metrics
 from service.settings import Settings
 from service.shards import GrpcShardClient, ShardClient
+from service.versions.preflight import NotYet
 
 log = structlog.get_logger(__name__)
 
@@ -79,6 +80,7 @@ class Connector:
         self._stack, self._addresses, self._settings, self._metrics = stack, tuple(addresses), settings, metrics
         self._spawn, self._repair = spawn, repair
         self._clients: dict[tuple[str, int], GrpcShardClient] = {}
+        self._replicas: dict[str, GrpcShardClient] = {}
         self._executor = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="tensor")
         stack.callback(self._executor.shutdown, wait=True, cancel_futures=True)
 
@@ -116,19 +118,24 @@ class Connector:
         for health in connected.served.health:
             self._spawn(connected.stack, health.run())
 
-    async def replicas(self, connected: Connected, stack: AsyncExitStack) -> list[list[ShardClient]]:
+    async def replicas(self, connected: Connected) -> list[list[ShardClient]]:
         """Clients of every replica of every shard: an address whose name stands for several hosts means all of them.
 
-        Those that are made for this end with ``stack``.
+        They are kept: a call that is on its way must not be ended by its connection's end.
+
+        Raises:
+            NotYet: A name cannot be resolved, so that nobody knows its hosts.
         """
         found: list[list[ShardClient]] = []
         for index, client in enumerate(connected.clients):
             hosts = await _hosts(self._address(index))
-            if len(hosts) < 2:
-                found.append([client])
-                continue
-            found.append([self._open(host, stack, lambda: self._settings.preflight_timeout_s) for host in hosts])
+            found.append([client] if len(hosts) == 1 else [self._replica(host) for host in hosts])
         return found
+
+    def _replica(self, host: str) -> GrpcShardClient:
+        if host not in self._replicas:
+            self._replicas[host] = self._open(host)
+        return self._replicas[host]
 
     def _address(self, index: int) -> str:
         return self._addresses[index % len(self._addresses)]
@@ -136,16 +143,16 @@ class Connector:
     def _client(self, collection: str, index: int) -> GrpcShardClient:
         key = (collection, index)
         if key not in self._clients:
-            self._clients[key] = self._open(self._address(index), self._stack, self._grace.left_s)
+            self._clients[key] = self._open(self._address(index))
         return self._clients[key]
 
-    def _open(self, address: str, stack: AsyncExitStack, grace_s: Callable[[], float]) -> GrpcShardClient:
+    def _open(self, address: str) -> GrpcShardClient:
         client = GrpcShardClient(address, max_owed_bytes=self._max_owed_bytes)
 
         async def close() -> None:
-            await client.close(grace_s=grace_s())
+            await client.close(grace_s=self._grace.left_s())
 
-        stack.push_async_callback(close)
+        self._stack.push_async_callback(close)
         return client
 
     def _health(self, version: ServedVersion, index: int, client: ShardClient) -> ShardHealth:
@@ -160,14 +167,14 @@ class Connector:
 
 
 async def _hosts(address: str) -> list[str]:
-    """``HOST:PORT`` of every host that a name stands for; none where it cannot be resolved."""
+    """``HOST:PORT`` of every host that a name stands for, one or more; raises ``NotYet`` if it cannot be resolved."""
     host, _, port = address.rpartition(":")
     lookup: Awaitable[Any] = asyncio.get_running_loop().getaddrinfo(
         host.strip("[]"), int(port), type=socket.SOCK_STREAM
     )
     try:
         found = await asyncio.wait_for(lookup, RESOLVE_TIMEOUT_S)
-    except (OSError, TimeoutError):
-        return []
+    except (OSError, TimeoutError) as exc:
+        raise NotYet(f"{host}: cannot be resolved: {exc or 'no answer'}") from exc
     hosts = sorted({info[4][0] for info in found})
     return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]

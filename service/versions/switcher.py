@@ -7,7 +7,6 @@ it answering, and is tried again, since what ails it may be put right.
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -218,9 +217,8 @@ class Switcher:
         version = connected.served.version
         manifest = await asyncio.to_thread(read_manifest, self._repo, self._name, version.version)
         probes = await asyncio.to_thread(read_probes, self._repo, manifest, version)
-        async with AsyncExitStack() as stack:
-            replicas = await self._connector.replicas(connected, stack)
-            await try_out(probes, replicas, timeout_s=self._settings.preflight_timeout_s)
+        replicas = await self._connector.replicas(connected)
+        await try_out(probes, replicas, timeout_s=self._settings.preflight_timeout_s)
 
     def _flip(self, version: int, connected: Connected) -> None:
         current, _ = self._plane.serving(self._name)

@@ -209,6 +209,30 @@ def test_new_bases_are_loaded_two_at_most(repo, tmp_path):
     assert told == [("c_shard_0", [1, 4])]
 
 
+def test_the_base_of_the_pinned_version_stays_loaded_whatever_is_newer(repo, tmp_path):
+    for _ in range(2):
+        export_collection(managed_collection(), repo, name="c", num_shards=2)
+    write_pin(repo, "c", 2)
+    told = []
+
+    def load(model, bases):
+        told.append((model, list(bases)))
+
+    Syncer(Source(str(repo)), tmp_path / "dest", shards=[0], load=load).round()
+    assert told == [("c_shard_0", [1, 6])]
+
+
+def test_a_pin_is_mirrored_once_its_version_is_here(repo, tmp_path):
+    write_pin(repo, "c", 3)
+    sound = (repo / "c/3/shard_0/overlay.safetensors").read_bytes()
+    flip(repo / "c/3/shard_0/overlay.safetensors")
+    Syncer(Source(str(repo)), tmp_path / "dest").round()
+    assert read_pin(tmp_path / "dest", "c") is None
+    (repo / "c/3/shard_0/overlay.safetensors").write_bytes(sound)
+    Syncer(Source(str(repo)), tmp_path / "dest").round()
+    assert read_pin(tmp_path / "dest", "c") == 3
+
+
 def test_a_base_that_does_not_load_is_told(repo, tmp_path):
     def load(model, bases):
         raise RepositoryError("no such Triton")
