@@ -102,6 +102,7 @@ def _number(
                 locals_E=torch.where(locals_E >= base_rows, locals_E + row, locals_E),
                 row_ids_E=change.map.row_ids_E,
                 hits_E=change.map.hits_E,
+                minus_one=change.map.minus_one,
             )
         )
         row += int(change.new_rows.shape[0])
@@ -191,20 +192,31 @@ def _find_ids(stored: StoredShard, at: int, table: PlacedTable, num_shards: int)
     if source.map.mpzch is None:
         mch = cut_mch(table, stored.shard.index, num_shards, first)
         entry, ids_K = mch.entry, mch.ids_K
-        rows_K, default_rows = mch.row_ids[: ids_K.shape[0]], mch.row_ids[ids_K.shape[0] :]
+        rows_K = mch.row_ids[: ids_K.shape[0]]
+        # Rows of ids come first, then those of unknown ids.
+        defaults = torch.arange(first + base.ids_K.shape[0], first + row_ids.shape[0])
     else:
         mpzch = cut_mpzch(table, stored.shard.index, first)
         held = mpzch.identities_R != -1
-        entry, ids_K, rows_K, default_rows = mpzch.entry, mpzch.identities_R[held], mpzch.row_ids[held], mpzch.row_ids
+        entry, ids_K, rows_K = mpzch.entry, mpzch.identities_R[held], mpzch.row_ids[held]
+        # Every slot answers ids that hash to it, and the last local row those that have none.
+        defaults = torch.arange(first, first + row_ids.shape[0])
     places = _Places(row_ids, first)
     ids_E, kept_K = _other_ids(base, row_ids[base.locals_K - first], ids_K, rows_K)
     rows_E, hits_E = find_rows(source, ids_E, table.unknown)
     locals_E, here_E = places.find(rows_E)
     new_rows, new_at = torch.unique(rows_E[~here_E], return_inverse=True)
     locals_E[~here_E] = stored.num_rows + new_at
-    defaults, _ = places.find(default_rows)
     reached = torch.unique(torch.cat([kept_K, locals_E[here_E], defaults]))
-    changes = MapChanges(ids_E=ids_E, locals_E=locals_E, row_ids_E=rows_E, hits_E=hits_E.to(torch.int64))
+    minus_one = None
+    if source.map.mpzch is not None:
+        row, _ = find_rows(source, torch.tensor([-1]), table.unknown)
+        local, here = places.find(row)
+        # Where this shard is not asked for it, the row may be another shard's.
+        minus_one = (int(local), int(row)) if bool(here.all()) else None
+    changes = MapChanges(
+        ids_E=ids_E, locals_E=locals_E, row_ids_E=rows_E, hits_E=hits_E.to(torch.int64), minus_one=minus_one
+    )
     return _FoundIds(
         map=changes,
         new_rows=new_rows,
@@ -237,13 +249,24 @@ class _Places:
 def _other_ids(
     base: StoredMap, base_rows_K: torch.Tensor, ids_K: torch.Tensor, rows_K: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids of either map whose row differs between them, and the local rows of all others."""
+    """Ids of either map whose row differs between them, each once, and the local rows of all others.
+
+    An id that lies in several slots of an MPZCH table counts as differing: which of them answers is the kernel's matter.
+    """
     if not base.ids_K.numel() or not ids_K.numel():
-        return torch.cat([base.ids_K, ids_K]), _EMPTY
+        return torch.unique(torch.cat([base.ids_K, ids_K])), _EMPTY
     sorted_ids, order = torch.sort(ids_K)
     at = torch.searchsorted(sorted_ids, base.ids_K).clamp(max=sorted_ids.shape[0] - 1)
     in_both = sorted_ids[at] == base.ids_K
-    same = in_both & (rows_K[order[at]] == base_rows_K)
+    several = torch.cat([_several(base.ids_K), _several(ids_K)])
+    same = in_both & (rows_K[order[at]] == base_rows_K) & ~torch.isin(base.ids_K, several)
     new = ids_K[~torch.isin(ids_K, base.ids_K[same])]
     gone = base.ids_K[~in_both]
-    return torch.cat([new, gone]), base.locals_K[same]
+    return torch.unique(torch.cat([new, gone, several])), base.locals_K[same]
+
+
+def _several(ids_K: torch.Tensor) -> torch.Tensor:
+    """Ids that occur more than once."""
+    ids: torch.Tensor
+    ids, counts = torch.unique(ids_K, return_counts=True)
+    return ids[counts > 1]

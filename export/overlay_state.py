@@ -33,6 +33,8 @@ class MapChanges:
     """Trainer's row of it; ``NO_ROW``: zeros."""
     hits_E: torch.Tensor = field(default_factory=_none)
     """1: a row of the id's own; 0: it was evicted, and answers as an unknown id."""
+    minus_one: tuple[int, int] | None = None
+    """Local row and trainer's row of the id −1, which MPZCH answers with an empty slot; None: as in the base."""
 
     @property
     def num_tombstones(self) -> int:
@@ -75,14 +77,21 @@ def no_overlay(*, num_tables: int, managed: bool, width: int, row_dtype: RowDtyp
 
 def _map_tensors(maps: Sequence[MapChanges]) -> dict[str, torch.Tensor]:
     firsts = torch.tensor([0, *(table.ids_E.shape[0] for table in maps)]).cumsum(0)
+    unkeyed = [table.minus_one for table in maps]
     keyed = [
         (table.ids_E, torch.arange(first, first + table.ids_E.shape[0]))
         for table, first in zip(maps, firsts.tolist(), strict=False)
     ]
     hash_table, offsets = build_hash_table(keyed, slots_per_key=_SLOTS_PER_KEY)
-    # One entry more, which no id leads to: where no entry is found the program looks at the first.
-    spare = torch.zeros(1, dtype=torch.int64)
+    last = int(firsts[-1])
+    minus_one = [-1 if each is None else last + at for at, each in enumerate(unkeyed)]
+    # An entry for each table's −1, and one that no id leads to: where none is found the program looks at the first.
+    extra = torch.tensor([*((0, 0) if each is None else each for each in unkeyed), (0, 0)], dtype=torch.int64)
+    tails = (extra[:, 0], extra[:, 1], torch.zeros(extra.shape[0], dtype=torch.int64))
     columns = (
-        torch.cat([*(getattr(table, name) for table in maps), spare]) for name in ("locals_E", "row_ids_E", "hits_E")
+        torch.cat([*(getattr(table, name) for table in maps), tail])
+        for name, tail in zip(("locals_E", "row_ids_E", "hits_E"), tails, strict=True)
     )
-    return dict(zip(MAP_STATE, (hash_table, offsets, *columns), strict=True))
+    return dict(
+        zip(MAP_STATE, (hash_table, offsets, torch.tensor(minus_one, dtype=torch.int64), *columns), strict=True)
+    )

@@ -9,12 +9,20 @@ Shape suffixes: N ids of a request, T tables of the shard, S slots of a hash tab
 import torch
 from torch import nn
 
-from export.remaps import look_up_ids
+from export.remaps import look_up_ids, spread
 
-MAP_STATE = ("overlay_map", "overlay_map_offsets", "overlay_locals", "overlay_row_ids", "overlay_hits")
+MAP_STATE = (
+    "overlay_map",
+    "overlay_map_offsets",
+    "overlay_minus_one",
+    "overlay_locals",
+    "overlay_row_ids",
+    "overlay_hits",
+)
 """``overlay_map`` [S, 2] and its offsets [T + 2]: FBGEMM's ``pruned_hashmap`` of raw id → entry, for ids that got another
-row since the base, and for those that lost theirs. Per entry [E]: local row, trainer's row, 1 for a row of the id's own, 0
-for an evicted id, which answers as an unknown one."""
+row since the base, and for those that lost theirs. Per table [T]: the entry of the id −1, which marks the hash table's empty
+slots and cannot be its key; −1: none. Per entry [E]: local row, trainer's row, 1 for a row of the id's own, 0 for an evicted
+id, which answers as an unknown one."""
 CHANGED_STATE = ("overlay_changed", "overlay_changed_offsets")
 """``overlay_changed`` [S, 2] and its offsets [3]: local row of the base → row of the overlay that replaces it."""
 OVERLAY = "overlay_"
@@ -35,13 +43,14 @@ class MapOverlay(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Replace (local rows, row ids, hits) of the base where the overlay has an entry; also which those are, BOOL [N]."""
         found_N = look_up_ids(ids_N, table_lengths_T, state[0], state[1])
-        moved_N = found_N >= 0
-        entry_N = torch.where(moved_N, found_N, 0)
+        entry_N = torch.where(ids_N == -1, spread(state[2], table_lengths_T, ids_N), found_N)
+        moved_N = entry_N >= 0
+        entry_N = torch.where(moved_N, entry_N, 0)
         return (
-            torch.where(moved_N, torch.index_select(state[2], 0, entry_N), base[0]),
-            torch.where(moved_N, torch.index_select(state[3], 0, entry_N), base[1]),
-            torch.where(moved_N, torch.index_select(state[4], 0, entry_N) > 0, base[2]),
-            moved_N,
+            torch.where(moved_N, torch.index_select(state[3], 0, entry_N), base[0]),
+            torch.where(moved_N, torch.index_select(state[4], 0, entry_N), base[1]),
+            torch.where(moved_N, torch.index_select(state[5], 0, entry_N) > 0, base[2]),
+            found_N >= 0,
         )
 
 

@@ -58,7 +58,7 @@ def count_evicted(manifest: Manifest, source: CollectionSource, previous: Previo
         if table.map is None or table.name not in previous.ids:
             continue
         ids_K = previous.ids[table.name]
-        gone_K = ids_K[~torch.isin(ids_K, table.map.ids_K)]
+        gone_K = torch.unique(ids_K[~torch.isin(ids_K, table.map.ids_K)])
         owners_K = shard_of(manifest.table(table.name), gone_K, manifest.num_shards)
         for shard in shards:
             found[shard][table.name] = int((owners_K == shard).sum())

@@ -131,7 +131,7 @@ class DeltaPublisher:
         due = self._base_every is not None and self._due_from - self._based_at >= self._base_every
         try:
             snapshot = self._snapshot(rebase=grown or due)
-        except ExportError as exc:
+        except Exception as exc:  # noqa: BLE001  training goes on, whatever ails the publishing
             self._failed(exc)
         else:
             self._thread = threading.Thread(target=self._work, args=(snapshot,), name="kjtserve-publisher", daemon=True)
@@ -163,23 +163,24 @@ class DeltaPublisher:
             hook.remove()
 
     def _publish_base(self) -> Base:
-        export_collection(self._module, self._repo, name=self._name, **self._options)
-        return find_base(self._repo, self._name, None)
+        manifest = export_collection(self._module, self._repo, name=self._name, **self._options)
+        return find_base(self._repo, self._name, manifest.version)
 
     def _watch(self) -> Any:
         if self._collisions is None:
-            yield self._collection.register_forward_pre_hook(self._looked_up)
+            yield self._collection.register_forward_pre_hook(self._looked_up, with_kwargs=True)
             return
         for table, collision in self._collisions.items():
             yield collision.register_forward_hook(
                 lambda _module, _inputs, output, table=table: self._mapped(table, output)
             )
 
-    def _looked_up(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _looked_up(self, module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         if module.training:
+            features = inputs[0] if inputs else named["features"]
             for config in self._collection.embedding_configs():
                 for feature in config.feature_names:
-                    self._note(config.name, inputs[0][feature].values())
+                    self._note(config.name, features[feature].values())
 
     def _mapped(self, table: str, output: Mapping[str, Any]) -> None:
         assert self._collisions is not None
@@ -192,8 +193,10 @@ class DeltaPublisher:
                 self._note(table, rows)
 
     def _note(self, table: str, rows: torch.Tensor) -> None:
-        self._touched[table].append(rows.detach())
-        self._pending[table] += rows.numel()
+        # Made unique at once: a view would be of the loop's own buffer, which it may use again.
+        noted = torch.unique(rows.detach())
+        self._touched[table].append(noted)
+        self._pending[table] += noted.numel()
         if self._pending[table] > COMPACT_ROWS:
             self._compact(table)
 
@@ -265,11 +268,15 @@ class DeltaPublisher:
             if snapshot.rebase:
                 self._base = find_base(self._repo, self._name, manifest.version)
             self.published, self.failure = manifest, None
-            if self._keep is not None:
-                prune_versions(self._repo, self._name, self._keep)
         except Exception as exc:  # noqa: BLE001  training goes on, whatever ails the publishing
             self._unpublished = snapshot.touched if snapshot.rebase else None
             self._failed(exc)
+            return
+        if self._keep is not None:
+            try:
+                prune_versions(self._repo, self._name, self._keep)
+            except Exception:  # noqa: BLE001  the version is out; what is too much is removed after the next
+                _log.exception("%s: old versions were not removed", self._name)
 
     def _check_witnesses(self, snapshot: "_Snapshot") -> None:
         """Some rows that nobody looked up must be the base's still."""

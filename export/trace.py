@@ -123,6 +123,7 @@ def _examples(kind: ProgramKind, state_names: tuple[str, ...]) -> tuple[torch.Te
         "mpzch_tables": torch.tensor([0, 1, 0]),
         "overlay_map": torch.full((31, 2), -1),
         "overlay_map_offsets": torch.tensor([0, 8, 16, 23, 31]),
+        "overlay_minus_one": torch.tensor([-1, 0, 1]),
         "overlay_locals": torch.arange(3),
         "overlay_row_ids": torch.arange(3),
         "overlay_hits": torch.ones(3, dtype=torch.int64),

@@ -11,7 +11,18 @@ from export import export_collection, export_delta, verify_version
 from export.contract import INT64_MAX, Kind, read_manifest, version_dir, versions
 from export.errors import ExportError
 from tests.export.reader import expected, served
-from tests.modules import managed_collection, map_of, modulo_hash, plain_collection, spread_rows, train
+from tests.modules import (
+    FALLBACKS,
+    fill_identities,
+    hash_zch_collection,
+    managed_collection,
+    map_of,
+    modulo_hash,
+    plain_collection,
+    probed_rows,
+    spread_rows,
+    train,
+)
 
 TABLES = ("user", "item")
 STRANGERS = [-1, INT64_MAX, INT64_MAX - 1, -INT64_MAX - 1, 0, 5, 17]
@@ -200,3 +211,44 @@ def test_a_damaged_overlay_is_caught_by_verify(tmp_path):
     path.write_bytes(content)
     with pytest.raises(ExportError, match=r"overlay\.safetensors: its SHA-256 differs"):
         verify_version(tmp_path, "c", module)
+
+
+@pytest.mark.parametrize("fallback", FALLBACKS)
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_mpzch_ids_come_go_and_miss_as_the_kernel_says(tmp_path, fallback, num_shards):
+    module = hash_zch_collection({"user": 24, "item": 36}, fallback=fallback, buckets=6)
+    export_collection(module, tmp_path, name="c", num_shards=num_shards)
+    collisions = module._managed_collision_collection._managed_collision_modules
+    before = {table: set(map_of(module, table)) for table in TABLES}
+    for round_ in range(2):
+        for number, table in enumerate(TABLES):
+            fill_identities(
+                collisions[table], [*sorted(before[table])[round_::2], *range(1000 * number, 1000 * number + 9)]
+            )
+        with torch.no_grad():
+            for table in TABLES:
+                weight_of(module, table)[:: 2 + round_] += 1  # row 0 is what no_bag answers to a miss
+        delta = export_delta(module, tmp_path, name="c")
+        assert verify_version(tmp_path, "c", module).version == delta.version == round_ + 2
+        gone = sum(entry.overlay_tombstones for shard in delta.shards for entry in shard.tables)
+        assert gone == sum(len(before[table] - set(map_of(module, table))) for table in TABLES)
+
+
+@pytest.mark.parametrize("kept", [(0,), (1,), (0, 1), ()])
+@pytest.mark.parametrize("first", [(0,), (1,), (0, 1), ()])
+def test_an_id_may_lie_in_several_slots_of_an_mpzch_table_before_and_after(tmp_path, first, kept):
+    module = hash_zch_collection({"user": 16})
+    collision = module._managed_collision_collection._managed_collision_modules["user"]
+    slots = probed_rows(collision, [777])[777]
+
+    def place(which):
+        with torch.no_grad():
+            collision._hash_zch_identities.fill_(-1)
+            for at in which:
+                collision._hash_zch_identities[slots[at]] = 777
+
+    place(first)
+    export_collection(module, tmp_path, name="c")
+    place(kept)
+    export_delta(module, tmp_path, name="c")
+    assert verify_version(tmp_path, "c", module).version == 2

@@ -192,3 +192,34 @@ def test_a_module_that_was_trained_before_is_published_whole(tmp_path):
 def test_a_wrong_option_is_named(tmp_path, module, options, words):
     with pytest.raises(ExportError, match=words):
         DeltaPublisher(module, tmp_path, name="c", **options)
+
+
+def test_a_loop_may_use_its_input_buffer_again(tmp_path):
+    module = plain_collection({"t": 400})
+    module.train()
+    publisher = DeltaPublisher(module, tmp_path, name="c", every=FOREVER)
+    ids = torch.arange(4)
+    for first in (0, 10):
+        ids.copy_(torch.arange(first, first + 4))
+        module(features=KeyedJaggedTensor(keys=["t"], values=ids, lengths=torch.tensor([4])))
+        with torch.no_grad():
+            module.embeddings["t"].weight[ids] += 1
+    publisher.publish(wait=True)
+    assert sum(entry.overlay_rows for shard in publisher.published.shards for entry in shard.tables) == 8
+    assert verify_version(tmp_path, "c", module).version == 2
+    publisher.close()
+
+
+def test_a_prune_that_fails_leaves_the_version_published(tmp_path, monkeypatch, caplog):
+    module = plain_collection({"t": 40})
+    publisher = DeltaPublisher(module, tmp_path, name="c", every=FOREVER)
+
+    def fail(*_):
+        raise ExportError("the disk is read-only")
+
+    monkeypatch.setattr("export.publisher.prune_versions", fail)
+    publisher.publish(wait=True)
+    assert publisher.failure is None
+    assert "old versions were not removed" in caplog.text
+    assert versions(tmp_path, "c") == [1, 2]
+    publisher.close()
