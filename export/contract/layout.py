@@ -89,9 +89,20 @@ def read_manifest(repo: Path, collection: str, version: int) -> Manifest:
     """
     path = version_dir(repo, collection, version) / MANIFEST_FILE
     try:
-        manifest = Manifest.model_validate_json(path.read_bytes())
+        content = path.read_bytes()
     except OSError as exc:
         raise RepositoryError(f"{path}: {exc.strerror}; published versions: {versions(repo, collection)}") from exc
+    return parse_manifest(content, str(path), collection, version)
+
+
+def parse_manifest(content: bytes, path: str, collection: str, version: int) -> Manifest:
+    """Read and validate a manifest's file that lies at ``path``, in the place of a version.
+
+    Raises:
+        RepositoryError: It breaks the schema, or is another version's.
+    """
+    try:
+        manifest = Manifest.model_validate_json(content)
     except ValidationError as exc:
         raise RepositoryError(f"{path}: not a manifest this kjtserve can read: {_faults(exc)}") from exc
     if (manifest.collection, manifest.version) != (collection, version):

@@ -4,15 +4,15 @@ An object store has no rename and knows no links: a version counts as published 
 is held against it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import fsspec
-from pydantic import ValidationError
 
 from export.contract import Manifest, RepositoryError
-from export.contract.layout import CONFIG_FILE, MANIFEST_FILE
+from export.contract.layout import CONFIG_FILE, MANIFEST_FILE, parse_manifest
 from export.contract.pins import PIN_FILE
 
 BLOCK_BYTES = 8 << 20
@@ -49,14 +49,7 @@ class Source:
         """A version's manifest, and its bytes; raises ``RepositoryError``."""
         path = f"{collection}/{version}/{MANIFEST_FILE}"
         content = self._read(path)
-        try:
-            return Manifest.model_validate_json(content), content
-        except ValidationError as exc:
-            first = exc.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "manifest"
-            raise RepositoryError(
-                f"{self._shown(path)}: not a manifest this kjtserve can read: {where}: {first['msg']}"
-            ) from exc
+        return parse_manifest(content, self._shown(path), collection, version), content
 
     def config(self, model: str) -> str:
         """config.pbtxt of a Triton model; raises ``RepositoryError``."""
@@ -75,47 +68,36 @@ class Source:
             OSError: It cannot be written.
         """
         with target.open("xb") as out:
-            try:
+            with self._reading(path):
                 source: BinaryIO = self._fs.open(self._join(path), "rb", block_size=BLOCK_BYTES)
-            except Exception as exc:
-                raise self._failure(path, exc) from exc
             with source:
                 while block := self._block(source, path):
                     on_bytes(block)
                     out.write(block)
 
     def _block(self, source: BinaryIO, path: str) -> bytes:
-        try:
+        with self._reading(path):
             return source.read(BLOCK_BYTES)
-        except Exception as exc:  # each file system raises what it likes
-            raise self._failure(path, exc) from exc
 
     def _directories(self, path: str) -> list[str]:
         try:
-            found = self._fs.ls(self._join(path), detail=True)
+            with self._reading(path, but=(FileNotFoundError, NotADirectoryError)):
+                found = self._fs.ls(self._join(path), detail=True)
         except FileNotFoundError:
             if path:
                 return []
             raise RepositoryError(f"{self.url}: no such directory") from None
         except NotADirectoryError:
             return []
-        except Exception as exc:
-            raise self._failure(path, exc) from exc
         return [PurePosixPath(entry["name"].rstrip("/")).name for entry in found if _is_directory(entry)]
 
     def _exists(self, path: str) -> bool:
-        try:
-            found: bool = self._fs.exists(self._join(path))
-        except Exception as exc:
-            raise self._failure(path, exc) from exc
-        return found
+        with self._reading(path):
+            return bool(self._fs.exists(self._join(path)))
 
     def _read(self, path: str) -> bytes:
-        try:
-            content: bytes = self._fs.cat_file(self._join(path))
-        except Exception as exc:
-            raise self._failure(path, exc) from exc
-        return content
+        with self._reading(path):
+            return bytes(self._fs.cat_file(self._join(path)))
 
     def _join(self, path: str) -> str:
         return f"{self._root.rstrip('/')}/{path}" if path else self._root
@@ -123,8 +105,16 @@ class Source:
     def _shown(self, path: str) -> str:
         return f"{self.url.rstrip('/')}/{path}".rstrip("/")
 
-    def _failure(self, path: str, exc: Exception) -> RepositoryError:
-        return RepositoryError(f"{self._shown(path)}: cannot be read: {type(exc).__name__}: {str(exc)[:200]}")
+    @contextmanager
+    def _reading(self, path: str, *, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+        """Each file system raises what it likes; all of it is said in one way, ``but`` what the caller sees to."""
+        try:
+            yield
+        except but:
+            raise
+        except Exception as exc:
+            shown = f"{type(exc).__name__}: {str(exc)[:200]}"
+            raise RepositoryError(f"{self._shown(path)}: cannot be read: {shown}") from exc
 
 
 def _is_directory(entry: dict[str, Any]) -> bool:

@@ -164,6 +164,14 @@ def test_what_is_damaged_on_the_way_is_not_published_and_the_others_are(repo, tm
     assert tree(dest) == tree(repo)
 
 
+def test_a_manifest_in_another_versions_place_is_refused(repo, tmp_path):
+    shutil.copy(repo / "c/2/manifest.json", repo / "c/3/manifest.json")
+    done = Syncer(Source(str(repo)), tmp_path / "dest").round()
+    assert [(version, "says c version 2, its place says c 3" in reason) for _, version, reason in done.failed] == [
+        (3, True)
+    ]
+
+
 def test_a_half_written_version_is_none(repo, tmp_path):
     (repo / "c/4/manifest.json").unlink()
     assert Syncer(Source(str(repo)), tmp_path / "dest").round().brought == [("c", 1), ("c", 2), ("c", 3)]
