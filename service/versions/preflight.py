@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,8 +119,8 @@ async def _ask(probes: Probes, client: ShardClient, timeout_s: float) -> None:
         await asyncio.sleep(RETRY_S)
     assert reply.row_ids_N is not None
     assert reply.hits_N is not None
-    found = (reply.embeddings_RW.view(np.int32), reply.row_ids_N, reply.hits_N)
-    wanted = (probes.embeddings_RW.view(np.int32), probes.row_ids_N, probes.hits_N)
+    found: tuple[NDArray[Any], ...] = (reply.embeddings_RW.view(np.int32), reply.row_ids_N, reply.hits_N)
+    wanted: tuple[NDArray[Any], ...] = (probes.embeddings_RW.view(np.int32), probes.row_ids_N, probes.hits_N)
     for name, got, want in zip(("rows", "row ids", "hits"), found, wanted, strict=True):
         if not np.array_equal(got, want):
             raise Refused(f"{model}: answers a probe with other {name} than were exported")
