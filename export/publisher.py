@@ -91,6 +91,8 @@ class DeltaPublisher:
         }
         self._pending: dict[str, int] = dict.fromkeys(self._touched, 0)
         self._thread: threading.Thread | None = None
+        self._rows_of_base: dict[str, tuple[int, BaseRows]] = {}
+        """By table: the base's version, and its rows, which take a look at each to find."""
         self._unpublished: Mapping[str, torch.Tensor] | None = None
         self._base: Base = self._publish_base()
         self._based_at = self._due_from = time.monotonic()
@@ -253,7 +255,12 @@ class DeltaPublisher:
         return _EMPTY if training is None else torch.tensor(training.row_edges[1:]) - 1
 
     def _base_rows(self, table: str) -> BaseRows:
-        return BaseRows(self._base.directory, self._base.manifest, table)
+        base = self._base
+        version, rows = self._rows_of_base.get(table, (0, None))
+        if rows is None or version != base.manifest.version:
+            rows = BaseRows(base.directory, base.manifest, table)
+            self._rows_of_base[table] = base.manifest.version, rows
+        return rows
 
     def _work(self, snapshot: "_Snapshot") -> None:
         try:
